@@ -1,0 +1,1 @@
+"""Training data: chats, templates, supervision, batches."""

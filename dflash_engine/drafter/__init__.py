@@ -1,0 +1,1 @@
+"""The DFlash draft model: configuration, layers, attention, checkpoints."""

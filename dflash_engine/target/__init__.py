@@ -1,0 +1,1 @@
+"""The frozen target: loading, feature capture, greedy references."""

@@ -1,0 +1,57 @@
+"""The target's tokenizer: chats to token ids, and the ids at which the target stops."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from dflash_engine.errors import TargetError
+
+__all__ = ["TargetTokens", "load_tokens"]
+
+
+@dataclass(frozen=True)
+class TargetTokens:
+    """A tokenizer with the two questions that the engine asks of it."""
+
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
+        """Token ids of a conversation by the chat template; text is never tokenised a second time."""
+        ids = self.tokenizer.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False
+        )
+        return [int(i) for i in ids]
+
+
+def load_tokens(folder: Path) -> TargetTokens:
+    """The tokenizer of a Hugging Face folder. Raises TargetError where it or its chat template is missing."""
+    if not (folder / "config.json").is_file():
+        raise TargetError(f"target {folder} is not there; expected a Hugging Face folder with config.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise TargetError(f"target {folder}: its tokenizer cannot be loaded: {error}") from error
+    if not getattr(tokenizer, "chat_template", None):
+        raise TargetError(f"target {folder}: its tokenizer has no chat template; chats cannot be rendered")
+    return TargetTokens(tokenizer, _stop_ids(folder, tokenizer))
+
+
+def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that any of the three sources names; a generation configuration may hold a list."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.is_file():
+            value = json.loads(path.read_bytes()).get("eos_token_id")
+            found.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    if not found:
+        raise TargetError(f"target {folder} names no stop token (eos_token_id)")
+    return tuple(sorted(found))

@@ -1,0 +1,1 @@
+"""The pipelined trainer: ring, loss, optimizer, checkpoints."""
