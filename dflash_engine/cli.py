@@ -15,7 +15,7 @@ _COMMANDS = {
     "inspect": ("dflash_engine.inspection", "what a checkpoint is and whether it fits a target (JSON)"),
     "convert": ("dflash_engine.target.gguf", "a GGUF file into a Hugging Face folder"),
     "fingerprint": ("dflash_engine.fingerprint", "fingerprints of a target folder (JSON)"),
-    "hash": ("dflash_engine.hashing", "SHA-256 and size of files (JSON)"),
+    "transfer": ("dflash_engine.transfer", "this host's part of a staging (JSON)"),
     "probe": ("dflash_engine.probe", "Python, packages, memory, disk of this host (JSON)"),
     "supervise": ("dflash_engine.supervise", "run the job of a job folder"),
 }

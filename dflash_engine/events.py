@@ -7,6 +7,7 @@ strings "NaN", "Infinity" and "-Infinity", because JSON has no such numbers. Imp
 
 from __future__ import annotations
 
+import builtins
 import json
 import math
 import os
@@ -180,12 +181,12 @@ class Event:
     type: str
     data: dict[str, Any]
 
-    def as_record(self, kind: type[Any]) -> Any:
+    def as_record(self, kind: builtins.type[Any]) -> Any:
         """This event as the record class `kind`; unknown keys are left out.
 
         Raises ValueError where the type is another one or a required key is missing.
         """
-        if kind.TYPE != self.type:
+        if self.type != kind.TYPE:
             raise ValueError(f"event {self.type!r} is not {kind.TYPE!r}")
         known = {f.name for f in fields(kind)}
         try:

@@ -42,9 +42,17 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         """Refuse shapes that no drafter can have; raises CheckpointError naming the field."""
         for name in (
-            "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-            "head_dim max_position_embeddings vocab_size num_target_layers target_hidden_size"
-        ).split():
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+            "vocab_size",
+            "num_target_layers",
+            "target_hidden_size",
+        ):
             if getattr(self, name) < 1:
                 raise CheckpointError(f"drafter config: {name} is {getattr(self, name)}, expected at least 1")
         if self.block_size < 2:

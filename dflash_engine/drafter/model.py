@@ -76,7 +76,7 @@ class DFlashAttention(nn.Module):
         return merged
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)  # [b, heads, S, d]
+        return x.view(*x.shape[:-1], heads, self.head_dim).transpose(1, 2)  # [b, heads, S, d]
 
 
 class DFlashMLP(nn.Module):

@@ -65,8 +65,8 @@ def build_blocks(
     positions = padded[:, :, None] + torch.arange(block_size)  # [b, N, B]
     inside = positions < length
     at = positions.clamp(max=length - 1).flatten(1)  # [b, N * B]
-    labels = input_ids.gather(1, at).unflatten(1, (count, block_size))
-    labelled = supervised.gather(1, at).unflatten(1, (count, block_size)) & inside
+    labels = input_ids.gather(1, at).view(rows, count, block_size)
+    labelled = supervised.gather(1, at).view(rows, count, block_size) & inside
     labelled[:, :, 0] = valid  # the anchor is known; it starts the run
     counted = labelled.cumprod(dim=2).bool()
     counted[:, :, 0] = False

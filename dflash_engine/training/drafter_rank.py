@@ -186,7 +186,7 @@ class DrafterTraining:
             context,
             training_mask(blocks.anchors, length, config.block_size),
         )
-        hidden = hidden.unflatten(1, (recipe.train.anchors, config.block_size))  # [b, N, B, H]
+        hidden = hidden.view(rows, recipe.train.anchors, config.block_size, -1)  # [b, N, B, H]
         labels = self._head.row_of_id[blocks.labels]
         return block_loss(hidden, labels, blocks.counted, self._head.rows, recipe.loss.gamma)
 

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import tomllib
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,27 +123,47 @@ class Recipe:
         return dataclasses.asdict(self)
 
 
-def load_recipe(path: Path) -> Recipe:
-    """Read a recipe file. Raises RecipeError naming the file and the key."""
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file. Raises RecipeError naming the file and the key.
+
+    `overrides` are `table.key=value` with a TOML value, as `--set` takes them.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise RecipeError(f"recipe {path} cannot be read: {error.strerror}; expected a TOML file") from error
     try:
-        return parse_recipe(text)
+        return parse_recipe(text, overrides)
     except RecipeError as error:
         raise RecipeError(f"recipe {path}: {error}") from error
 
 
-def parse_recipe(text: str) -> Recipe:
+def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe's text. Raises RecipeError naming the key, what was found and what was expected."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"not TOML: {error}") from error
+    for override in overrides:
+        _override(document, override)
     recipe: Recipe = _build(Recipe, document, "")
     _check(recipe)
     return recipe
+
+
+def _override(document: dict[str, Any], override: str) -> None:
+    path, separator, value = override.partition("=")
+    table, dot, key = path.strip().partition(".")
+    if not separator or not dot or not key:
+        raise RecipeError(f"override {override!r}: expected table.key=value")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"override {override!r}: {value!r} is not a TOML value") from error
+    inner = document.setdefault(table, {})
+    if not isinstance(inner, dict):
+        raise RecipeError(f"override {override!r}: {table!r} is not a table")
+    inner[key] = parsed
 
 
 def _build(kind: type[Any], table: dict[str, Any], where: str) -> Any:

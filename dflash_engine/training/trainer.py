@@ -95,12 +95,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--run", type=Path, required=True, help="the run's folder; resumed where it has checkpoints"
     )
     parser.add_argument("--data", type=Path, nargs="+", help="chats to train on instead of the recipe's")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override the recipe"
+    )
     parser.add_argument("--job", type=Path, help="job folder for events and control; default $DFLASH_JOB_DIR")
     return parser.parse_args(argv)
 
 
 def _job_of(arguments: argparse.Namespace, rank: int) -> _Job:
-    recipe = load_recipe(arguments.recipe)
+    recipe = load_recipe(arguments.recipe, arguments.set)
     data = arguments.data or [arguments.recipe.parent / name for name in recipe.data.files]
     job_dir = arguments.job or Path(os.environ.get("DFLASH_JOB_DIR", arguments.run))
     wanted, found = (
@@ -127,6 +130,7 @@ def _target_main(job: _Job) -> int:
     meetings = _meet(_Meeting(job.rank, _self_identity(), fault))
     drafter = meetings[job.recipe.pipeline.target_ranks]
     if any(meeting.fault for meeting in meetings):
+        dist.barrier()  # torchrun ends all ranks once one has left; the drafter rank reports first
         return EngineError.exit_code
     order = BatchOrder(len(chats.documents), job.recipe.train.rows, job.recipe.train.seed)
     ring = Ring(Path(drafter.ring), _ring_shape(job.recipe, target.hidden_size))
@@ -163,13 +167,17 @@ def _drafter_main(job: _Job) -> int:
         ring = Ring(ring_path, shape, create=True)
     except EngineError as error:
         _meet(_Meeting(job.rank, _self_identity(), str(error)))
-        return _report(error, writer)
+        code = _report(error, writer)
+        dist.barrier()
+        return code
     first = position.step * job.recipe.train.micro_batches_per_step
     meetings = _meet(_Meeting(job.rank, _self_identity(), ring=str(ring_path), first=first))
     faults = [f"target rank {meeting.rank}: {meeting.fault}" for meeting in meetings if meeting.fault]
     if faults:
         ring_path.unlink()
-        return _report(EngineError("; ".join(faults)), writer)
+        code = _report(EngineError("; ".join(faults)), writer)
+        dist.barrier()
+        return code
     _close_meeting(ring_path)
     targets = {meeting.rank: meeting.identity for meeting in meetings[: job.recipe.pipeline.target_ranks]}
     try:
