@@ -4,6 +4,7 @@ ones answer at once and work on a host whose packages are not there yet."""
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 
@@ -35,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    # Read once, when torch loads its thread pool: idle threads sleep instead of spinning, because the ranks of a
+    # pipeline and an evaluation share the cores of a small machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         module = importlib.import_module(_COMMANDS[arguments[0]][0])
     except ModuleNotFoundError as error:

@@ -40,9 +40,7 @@ def make_checkpoint(
     trainer = []
     if resume:
         (folder / "trainer").mkdir()
-        (folder / "trainer" / "optimizer.safetensors").write_bytes(
-            safetensors_bytes(2 * data_bytes, seed + 1)
-        )
+        (folder / "trainer" / "optimizer.safetensors").write_bytes(safetensors_bytes(2 * data_bytes, seed + 1))
         (folder / "trainer" / "state.json").write_text('{"v": 1}')
         trainer = ["trainer/optimizer.safetensors", "trainer/state.json"]
     record = Manifest(

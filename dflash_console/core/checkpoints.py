@@ -131,17 +131,13 @@ async def one_checkpoint(conn: HostConnection, run_id: str, name: str) -> Checkp
     )
 
 
-def newest_usable(
-    views: Sequence[CheckpointView], *, need: Literal["model", "resume"]
-) -> CheckpointView | None:
+def newest_usable(views: Sequence[CheckpointView], *, need: Literal["model", "resume"]) -> CheckpointView | None:
     """The checkpoint of the highest step that can be evaluated (`model`) or continued (`resume`), or None.
 
     Of two with the same step the one created later. Unfinished names and broken manifests never count.
     """
     states = ("whole",) if need == "resume" else ("whole", "model only", "foreign")
-    usable = [
-        (view.step, view.created, view) for view in views if view.state in states and view.step is not None
-    ]
+    usable = [(view.step, view.created, view) for view in views if view.state in states and view.step is not None]
     return max(usable, key=lambda item: item[:2])[2] if usable else None
 
 
@@ -260,9 +256,7 @@ async def _read_manifest(conn: HostConnection, path: PurePosixPath) -> Manifest 
     return manifest
 
 
-def _judge_ours(
-    manifest: Manifest, sizes: dict[str, int], named_step: int | None
-) -> tuple[CheckpointState, str]:
+def _judge_ours(manifest: Manifest, sizes: dict[str, int], named_step: int | None) -> tuple[CheckpointState, str]:
     if named_step is not None and named_step != manifest.step:
         return _incomplete(f"its name says step {named_step}, its manifest step {manifest.step}")
     state, reason = judge(manifest, sizes)
@@ -287,9 +281,7 @@ async def _judge_foreign(
     except NotFoundError:
         return _incomplete("it went away while it was looked at")
     fault = header_fault(header, weights.size_bytes)
-    return (
-        _incomplete(fault) if fault else ("foreign", "no manifest.json; every byte of its tensors is there")
-    )
+    return _incomplete(fault) if fault else ("foreign", "no manifest.json; every byte of its tensors is there")
 
 
 async def _files_below(conn: HostConnection, folder: PurePosixPath) -> dict[str, Entry]:

@@ -46,6 +46,7 @@ from dflash_console.core.jobs import (
 from dflash_console.core.preflight import Preflight, preflight_evaluation
 from dflash_console.core.quoting import printable
 from dflash_console.core.ssh import Connections, HostConnection
+from dflash_console.core.training import upload_by_content
 from dflash_engine import layout
 from dflash_engine.evaluation.identity import EvaluationSettings, evaluation_id
 from dflash_engine.events import Event
@@ -82,9 +83,9 @@ class _Result(msgspec.Struct, frozen=True):
 
 
 class _Prompts(msgspec.Struct, frozen=True):
-    """Prompt files: their bytes, the SHA-256 of each and of all together, and the number of rows."""
+    """Prompt files: their bytes, the SHA-256 of all one after the other, and the number of rows."""
 
-    files: tuple[tuple[str, bytes], ...]
+    contents: tuple[bytes, ...]
     sha256: str
     rows: int
 
@@ -113,9 +114,7 @@ async def run_eval(
     view = await resolve_checkpoint(conn, checkpoint)
     target_name = _target_name(conn, target)
     engine = await deploy_engine(conn)
-    preflight = await preflight_evaluation(
-        conn, engine, view, target_name, settings=settings, prompt_rows=sent.rows
-    )
+    preflight = await preflight_evaluation(conn, engine, view, target_name, settings=settings, prompt_rows=sent.rows)
     for warning in preflight.warnings:
         _alert(on_event, warning)
     identity = evaluation_id(
@@ -125,7 +124,7 @@ async def run_eval(
         prompts=sent.sha256,
         settings=settings,
     )
-    remote_prompts = await _upload_prompts(conn, sent)
+    remote_prompts = [await upload_by_content(conn, content, "prompts", ".jsonl") for content in sent.contents]
     request = _request(conn, engine, view, preflight, identity, remote_prompts, settings, threads)
     claim, job, result = await _run_to_result(conn, engine, request, identity, on_event)
     outcome = EvalOutcome(
@@ -165,20 +164,16 @@ async def resolve_checkpoint(conn: HostConnection, wanted: str | None) -> Checkp
 def _read_prompts(paths: Sequence[Path]) -> _Prompts:
     if not paths:
         raise NotFoundError("No prompt files were given; name one, or put some into the profile's [prompts].")
-    files = []
-    together = hashlib.sha256()
-    rows = 0
+    contents = []
     for path in paths:
         try:
-            data = path.read_bytes()
+            contents.append(path.read_bytes())
         except OSError as error:
             raise NotFoundError(f"The prompt file {path} cannot be read: {error.strerror}.") from error
-        files.append((hashlib.sha256(data).hexdigest(), data))
-        together.update(data)
-        rows += sum(1 for line in data.splitlines() if line.strip())
+    rows = sum(1 for content in contents for line in content.split(b"\n") if line.strip())
     if not rows:
         raise NotFoundError(f"The prompt files {', '.join(map(str, paths))} hold no prompt.")
-    return _Prompts(tuple(files), together.hexdigest(), rows)
+    return _Prompts(tuple(contents), hashlib.sha256(b"".join(contents)).hexdigest(), rows)
 
 
 def _target_name(conn: HostConnection, wanted: str | None) -> str:
@@ -189,19 +184,6 @@ def _target_name(conn: HostConnection, wanted: str | None) -> str:
         known = ", ".join(names) or "none"
         raise NotFoundError(f"{conn.name} has {len(names)} targets in the profile ({known}); name one.")
     return names[0]
-
-
-async def _upload_prompts(conn: HostConnection, prompts: _Prompts) -> list[PurePosixPath]:
-    folder = conn.state / "cache" / "prompts"
-    await conn.make_dirs(folder)
-    paths = []
-    for sha256, data in prompts.files:
-        path = folder / f"{sha256}.jsonl"
-        there = await conn.stat(path)
-        if there is None or there.size_bytes != len(data):
-            await conn.write_file(path, data)
-        paths.append(path)
-    return paths
 
 
 def _request(
@@ -215,7 +197,7 @@ def _request(
     threads: int,
 ) -> JobRequest:
     job_id = _job_id(identity)
-    argv = [conn.profile.python, "-m", "dflash_engine.cli", "evaluate"]
+    argv = [conn.profile.python, "-P", "-m", "dflash_engine.cli", "evaluate"]
     argv += ["--target", str(preflight.target), "--drafter", str(view.path)]
     argv += ["--prompts", *map(str, prompts)]
     argv += ["--out", str(conn.state / layout.job_dir(job_id)), "--cache", str(conn.state / "cache")]
@@ -234,8 +216,13 @@ def _request(
         "target": str(preflight.target),
         "settings": msgspec.to_builtins(settings),
     }
-    env = {"PYTHONPATH": str(engine.path)}
-    return JobRequest(kind="evaluate", argv=argv, env=env, request=request, job_id=job_id)
+    environment = {
+        **conn.profile.env,
+        "PYTHONPATH": str(engine.path),
+        "DFLASH_ENGINE_HASH": engine.hash,
+        "PYTHONUNBUFFERED": "1",
+    }
+    return JobRequest(kind="evaluate", argv=argv, env=environment, request=request, job_id=job_id)
 
 
 def _job_id(identity: str) -> str:
@@ -262,14 +249,12 @@ async def _run_to_result(
     view = await view_job(conn, job.id)
     if view.state != "finished":
         raise JobFailedError(
-            f"{conn.name}: job {job.id} is {view.state}: {printable(view.reason)}. "
-            f"{await _tail(conn, job)}".strip()
+            f"{conn.name}: job {job.id} is {view.state}: {printable(view.reason)}. {await _tail(conn, job)}".strip()
         )
     result = await _read_result(conn, job, identity)
     if result is None:
         raise IntegrityError(
-            f"{conn.name}: job {job.id} finished, but {job.path / 'result.json'} is no result of it; "
-            "run it again."
+            f"{conn.name}: job {job.id} finished, but {job.path / 'result.json'} is no result of it; run it again."
         )
     return claim, job, result
 

@@ -25,6 +25,7 @@ __all__ = [
     "KeyWitness",
     "address_options",
     "connection_fault",
+    "disconnection_fault",
     "fetch_host_key",
     "host_key_fault",
     "trust_host",
@@ -58,8 +59,10 @@ class KeyWitness(asyncssh.SSHClient):
     def matches(self, trusted: asyncssh.SSHKnownHosts) -> tuple[list[asyncssh.SSHKey], list[asyncssh.SSHKey]]:
         """The keys that known_hosts has for this host: trusted ones, revoked ones."""
         port = None if self.port == _DEFAULT_PORT else self.port
-        found = trusted.match(self.host, self.address, port)
-        return list(found[0]), list(found[2])
+        by_port = trusted.match(self.host, self.address, port)
+        # asyncssh forgets what is revoked for a host with a port where nothing is trusted for it.
+        by_name = trusted.match(self.pattern, "", None)
+        return list({*by_port[0], *by_name[0]}), list({*by_port[2], *by_name[2]})
 
     @property
     def pattern(self) -> str:
@@ -144,18 +147,27 @@ async def trust_host(host: HostProfile, fingerprint: str) -> HostKey:
     return found
 
 
-async def host_key_fault(
+async def disconnection_fault(
+    host: HostProfile, profile_name: str, trusted: asyncssh.SSHKnownHosts, error: Exception
+) -> ConsoleError:
+    """The error for a connection that ended while it was made.
+
+    A host that has no key of a trusted type ends the key exchange like that, so it is asked which it has.
+    """
+    try:
+        witness = await _witness_key(host)
+    except ConsoleError:
+        return connection_fault(host, error)
+    known, _ = witness.matches(trusted)
+    if known and witness.key is not None and witness.key.algorithm not in {key.algorithm for key in known}:
+        return host_key_fault(host, profile_name, witness, trusted)
+    return connection_fault(host, error)
+
+
+def host_key_fault(
     host: HostProfile, profile_name: str, witness: KeyWitness, trusted: asyncssh.SSHKnownHosts
 ) -> ConsoleError:
-    """The error for a key that was not accepted: unknown, changed or revoked, with what to do.
-
-    A `witness` without a key means that the host offers no key of a trusted type; it is asked again then.
-    """
-    if witness.key is None:
-        try:
-            witness = await _witness_key(host)
-        except ConsoleError as error:
-            return error
+    """The error for a key that was not accepted: unknown, changed or revoked, with what to do."""
     found = _host_key(witness)
     path = host.known_hosts_path()
     where = f"{host.name} ({witness.pattern})"

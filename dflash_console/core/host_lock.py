@@ -18,9 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import PurePosixPath
 
-import asyncssh
-
-from dflash_console.core.errors import NotFoundError, RemoteCommandError
+from dflash_console.core.errors import ConsoleError, NotFoundError, RemoteCommandError
 from dflash_console.core.ssh import HostConnection
 
 __all__ = ["STALE_AFTER_S", "host_lock"]
@@ -58,53 +56,59 @@ async def host_lock(
     finally:
         # A lost connection leaves the lock behind, and it goes stale. Where another console has taken over,
         # the first removal fails and the lock stays; so does the second where one takes it in between.
-        with suppress(asyncssh.Error, OSError):
-            async with asyncio.timeout(_RELEASE_TIMEOUT_S):
+        with suppress(ConsoleError):
+            async with conn.translated(str(lock), _RELEASE_TIMEOUT_S):
                 await conn.sftp.remove(str(owner))
                 await conn.sftp.rmdir(str(lock))
 
 
-async def _acquire(
-    conn: HostConnection, lock: PurePosixPath, token: str, on_wait: Callable[[], None] | None
-) -> None:
+async def _acquire(conn: HostConnection, lock: PurePosixPath, token: str, on_wait: Callable[[], None] | None) -> None:
     prepared = lock.with_name(f"{lock.name}.{token}")
     await conn.make_dir(prepared)
-    await conn.write_file(prepared / f"owner-{token}", b"")
-    waited, blind = False, 0
+    try:
+        await conn.write_file(prepared / f"owner-{token}", b"")
+        await _wait_for_turn(conn, lock, prepared, token, on_wait)
+    finally:
+        # Gone already where it became the lock; the name is this console's own.
+        await conn.remove_tree(prepared)
+
+
+async def _wait_for_turn(
+    conn: HostConnection,
+    lock: PurePosixPath,
+    prepared: PurePosixPath,
+    token: str,
+    on_wait: Callable[[], None] | None,
+) -> None:
+    blind_tries = 0
     seen: tuple[str, float] | None = None
     seen_since = time.monotonic()
     while True:
         try:
-            await conn.rename(prepared, lock)
+            await _move(conn, prepared, lock)
         except RemoteCommandError as refusal:
-            owners = [e for e in await conn.list_dir(lock) if e.name.startswith("owner-")]
-            if not owners:
-                blind += 1
-                if blind > _MAX_BLIND_TRIES:
-                    raise RemoteCommandError(
-                        f"{conn.name}: the lock {lock} can neither be taken nor has it an owner: {refusal}"
-                    ) from refusal
+            owners = [entry for entry in await conn.list_dir(lock) if entry.name.startswith("owner-")]
+            blind_tries = 0 if owners else blind_tries + 1
+            if blind_tries > _MAX_BLIND_TRIES:
+                raise RemoteCommandError(
+                    f"{conn.name}: the lock {lock} can neither be taken nor has it an owner: {refusal}"
+                ) from refusal
         else:
             return
         if owners:
-            blind = 0
+            if seen is None and on_wait is not None:
+                on_wait()
             sign = (owners[0].name, owners[0].mtime)
             if sign != seen:
                 seen, seen_since = sign, time.monotonic()
-            elif time.monotonic() - seen_since > STALE_AFTER_S and await _take_over(
-                conn, lock, owners[0].name, token
-            ):
-                await conn.remove_tree(prepared)
+            elif time.monotonic() - seen_since > STALE_AFTER_S and await _take_over(conn, lock, sign[0], token):
                 return
-            if on_wait is not None and not waited:
-                waited = True
-                on_wait()
         await asyncio.sleep(_POLL_S)
 
 
 async def _take_over(conn: HostConnection, lock: PurePosixPath, dead_owner: str, token: str) -> bool:
     try:
-        await conn.rename(lock / dead_owner, lock / f"owner-{token}")
+        await _move(conn, lock / dead_owner, lock / f"owner-{token}")
     except (NotFoundError, RemoteCommandError):
         return False
     return True
@@ -124,7 +128,14 @@ async def _touch(conn: HostConnection, owner: PurePosixPath) -> bool:
     """Change the file's time, never make it: that would bring back an owner that was replaced."""
     now = time.time()
     try:
-        await conn.sftp.utime(str(owner), (now, now))
-    except asyncssh.SFTPNoSuchFile:
+        async with conn.translated(str(owner)):
+            await conn.sftp.utime(str(owner), (now, now))
+    except NotFoundError:
         return False
     return True
+
+
+async def _move(conn: HostConnection, old: PurePosixPath, new: PurePosixPath) -> None:
+    """rename(2) as it is: atomic, over an empty folder too, never over one that holds something."""
+    async with conn.translated(f"{old} -> {new}"):
+        await conn.sftp.posix_rename(str(old), str(new))

@@ -103,9 +103,7 @@ async def preflight_evaluation(
     missing = [name for name in _PACKAGES if host.packages.get(name) is None]
     findings.add(
         "packages",
-        f"{', '.join(missing)} missing in {conn.profile.python}; install 'dflash-ops[engine]'"
-        if missing
-        else "",
+        f"{', '.join(missing)} missing in {conn.profile.python}; install 'dflash-ops[engine]'" if missing else "",
         ", ".join(f"{name} {host.packages.get(name)}" for name in _PACKAGES),
         HostNotReadyError,
     )
@@ -122,8 +120,7 @@ async def preflight_evaluation(
     ):
         findings.add(
             f"{name} fingerprint",
-            f"{target_name} has {printable(found[:12])}, the checkpoint was trained with "
-            f"{printable(expected[:12])}"
+            f"{target_name} has {printable(found[:12])}, the checkpoint was trained with {printable(expected[:12])}"
             if expected and found != expected
             else "",
             printable(found[:12]) if expected else "the checkpoint does not say",

@@ -163,9 +163,7 @@ def load_profile(name_or_path: str, search: Sequence[Path]) -> Profile:
             )
     for key, least in (("max_new_tokens", 2), ("block_size", 0), ("limit", 0), ("threads", 0)):
         if getattr(evaluate, key) < least:
-            raise ProfileError(
-                f"{path}: [evaluate] {key} is {getattr(evaluate, key)}, expected at least {least}."
-            )
+            raise ProfileError(f"{path}: [evaluate] {key} is {getattr(evaluate, key)}, expected at least {least}.")
     return Profile(name_or_path, path, hosts, prompts, recipes, evaluate)
 
 
@@ -207,8 +205,7 @@ def _host(name: str, table: dict[str, Any], path: Path) -> HostProfile:
     where = f"[hosts.{printable(name, 100)}]"
     if not is_valid_name(name):
         raise ProfileError(
-            f"{path}: {where} is no host name; expected letters, digits, '.', '_' and '-', the first a letter "
-            "or digit."
+            f"{path}: {where} is no host name; expected letters, digits, '.', '_' and '-', the first a letter or digit."
         )
     _record(_Unnamed, table, path, where)
     host = msgspec.convert({**table, "name": name}, HostProfile)

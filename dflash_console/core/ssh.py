@@ -10,22 +10,22 @@ from __future__ import annotations
 import asyncio
 import secrets
 import stat
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import PurePosixPath
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 import asyncssh
 import msgspec
 
 from dflash_console.core.dialing import dial, expand_home, prepare_host
-from dflash_console.core.errors import ConsoleError, NotFoundError, RemoteCommandError, UnreachableError
+from dflash_console.core.errors import NotFoundError, RemoteCommandError, UnreachableError
 from dflash_console.core.execution import CommandResult, Frame, exchange
 from dflash_console.core.host_keys import HostKey, fetch_host_key, trust_host
 from dflash_console.core.profiles import HostProfile, Profile, host_of
 from dflash_console.core.quoting import printable
+from dflash_console.core.translation import translated
 
 __all__ = [
     "CommandResult",
@@ -111,7 +111,7 @@ class HostConnection:
         connection = await dial(host, profile_name)
         try:
             home, clock_offset_s = await prepare_host(connection, host)
-            async with _translated(host.name, "SFTP", host.connect_timeout_s):
+            async with translated(host.name, "SFTP", host.connect_timeout_s):
                 # Names that are not UTF-8 must not make a folder unreadable.
                 sftp = await connection.start_sftp_client(path_errors="surrogateescape")
         except BaseException:
@@ -129,13 +129,13 @@ class HostConnection:
         """Whether the connection is gone, closed here or lost."""
         return self._connection.is_closed()
 
-    def translated(self, what: str, timeout_s: float = _SFTP_TIMEOUT_S) -> AbstractGuard:
+    def translated(self, what: str, timeout_s: float = _SFTP_TIMEOUT_S) -> AbstractAsyncContextManager[None]:
         """A block whose SSH errors become errors of `core.errors`; `what` (a path, say) stands in them.
 
         Missing files raise NotFoundError, a lost connection or `timeout_s` seconds UnreachableError, all
         else RemoteCommandError.
         """
-        return _translated(self.name, what, timeout_s)
+        return translated(self.name, what, timeout_s)
 
     async def run(
         self,
@@ -154,7 +154,7 @@ class HostConnection:
         """
         frame = Frame(argv, env or {})
         what = printable(PurePosixPath(argv[0]).name, 60)
-        async with self._commands, _translated(self.name, what, timeout_s):
+        async with self._commands, translated(self.name, what, timeout_s):
             streams = await exchange(self._connection, frame.command_line, stdin, max_output_bytes)
         try:
             return frame.unwrap(*streams)
@@ -191,7 +191,7 @@ class HostConnection:
         async with self.translated(f"{path}"), self._sftp.open(str(path), "rb") as file:
             # Its size is not asked for: files of /proc have none.
             while piece := await file.read(min(_READ_BYTES, max_bytes + 1 - len(data)), len(data)):
-                data += piece
+                data += cast(bytes, piece)
                 if len(data) > max_bytes:
                     raise RemoteCommandError(
                         f"{self.name}: {printable(str(path), 300)} is larger than the {max_bytes} bytes that it "
@@ -202,7 +202,7 @@ class HostConnection:
     async def read_range(self, path: PurePosixPath | str, offset: int, length: int) -> bytes:
         """At most `length` bytes from `offset`; fewer at the end, none beyond it. Raises NotFoundError."""
         async with self.translated(f"{path}"), self._sftp.open(str(path), "rb") as file:
-            return bytes(await file.read(length, offset))
+            return cast(bytes, await file.read(length, offset))
 
     async def write_file(self, path: PurePosixPath | str, data: bytes, *, mode: int = 0o644) -> None:
         """Replace a file in one step: temporary name, flush, rename. Its folder must exist."""
@@ -275,3 +275,20 @@ class HostConnection:
                 await self._connection.wait_closed()
         except TimeoutError:
             self._connection.abort()
+
+
+def _entry(name: str, attributes: asyncssh.SFTPAttrs) -> Entry:
+    return Entry(
+        name=name,
+        size_bytes=attributes.size or 0,
+        mtime=(attributes.mtime or 0) + (attributes.mtime_ns or 0) / 1e9,
+        kind=_kind(attributes.permissions or 0),
+    )
+
+
+def _kind(mode: int) -> Literal["file", "dir", "link", "other"]:
+    if stat.S_ISREG(mode):
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "dir"
+    return "link" if stat.S_ISLNK(mode) else "other"

@@ -116,9 +116,7 @@ async def stage(
         report=progress or (lambda _: None),
         started=time.monotonic(),
     )
-    async with host_lock(
-        destination, f"stage-{view.run}-{view.name}", on_wait=lambda: staging.tell("waiting")
-    ):
+    async with host_lock(destination, f"stage-{view.run}-{view.name}", on_wait=lambda: staging.tell("waiting")):
         reused = await staging.already_there()
         if not reused:
             await staging.send()
@@ -261,10 +259,11 @@ class _Staging:
         )
 
     async def _free_bytes(self) -> int | None:
-        try:
-            room = await self.destination.sftp.statvfs(str(self.partial))
-        except asyncssh.SFTPOpUnsupported:
-            return None  # a server without the extension: a full disk shows when it is written to
+        async with self.destination.translated(str(self.partial)):
+            try:
+                room = await self.destination.sftp.statvfs(str(self.partial))
+            except asyncssh.SFTPOpUnsupported:
+                return None  # a server without the extension: a full disk shows when it is written to
         return int(room.bavail) * int(room.frsize)
 
     async def _send_file(self, name: str, record: FileRecord) -> None:
@@ -310,9 +309,7 @@ class _Staging:
         if entry is None or entry.size_bytes == 0 or entry.size_bytes > record.size_bytes:
             return 0
         settled = max(0, entry.size_bytes - UNSETTLED_BYTES) // PIECE_BYTES * PIECE_BYTES
-        whole, prefix = await hash_prefixes(
-            self.destination, self.engine, [(path, record.size_bytes), (path, settled)]
-        )
+        whole, prefix = await hash_prefixes(self.destination, self.engine, [(path, record.size_bytes), (path, settled)])
         if whole == record.sha256:
             return record.size_bytes
         if settled == 0:

@@ -125,7 +125,7 @@ def _request(
     ranks = recipe.pipeline.target_ranks + recipe.pipeline.drafter_ranks
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     train = ["-m", "dflash_engine.cli", "train", str(run_folder / "recipe.toml")]
-    train += ["--target", str(target), "--run", str(run_folder), "--data", *map(str, data)]
+    train += ["--target", str(target), "--run-dir", str(run_folder), "--data", *map(str, data)]
     for override in overrides:
         train += ["--set", override]
     environment = {
@@ -135,8 +135,6 @@ def _request(
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        # torchrun sets one thread a rank otherwise; the recipe decides, and idle threads sleep instead of spinning.
-        "OMP_WAIT_POLICY": "PASSIVE",
     }
     return JobRequest(
         kind="train",

@@ -11,15 +11,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 import asyncssh
 
-from dflash_console.core.errors import IntegrityError, NotFoundError, RemoteCommandError, UnreachableError
-from dflash_console.core.quoting import printable
+from dflash_console.core.errors import IntegrityError
 from dflash_console.core.ssh import HostConnection
 
 __all__ = ["OUTSTANDING", "PIECE_BYTES", "UNSETTLED_BYTES", "copy_range"]
@@ -56,7 +54,7 @@ async def copy_range(
         writer = await destination.open_file(destination_path, "r+b" if begin else "wb")
         try:
             if begin:
-                with _errors(destination, destination_path):
+                async with destination.translated(str(destination_path)):
                     await writer.truncate(begin)
             ends = _Ends(source, source_path, reader, destination, destination_path, writer)
             return await _pump(ends, begin, end, on_bytes)
@@ -76,14 +74,13 @@ class _Ends:
     writer: asyncssh.SFTPClientFile
 
     async def read(self, offset: int, size: int) -> bytes:
-        with _errors(self.source, self.source_path):
-            async with asyncio.timeout(_PIECE_TIMEOUT_S):
-                return bytes(await self.reader.read(size, offset))
+        async with self.source.translated(str(self.source_path), _PIECE_TIMEOUT_S):
+            data: bytes = await self.reader.read(size, offset)
+        return data
 
     async def write(self, offset: int, data: bytes, on_bytes: Callable[[int], None]) -> None:
-        with _errors(self.destination, self.destination_path):
-            async with asyncio.timeout(_PIECE_TIMEOUT_S):
-                await self.writer.write(data, offset)
+        async with self.destination.translated(str(self.destination_path), _PIECE_TIMEOUT_S):
+            await self.writer.write(data, offset)
         on_bytes(len(data))
 
 
@@ -122,19 +119,3 @@ async def _pump(ends: _Ends, begin: int, end: int, on_bytes: Callable[[int], Non
             task.cancel()
         await asyncio.gather(*reads, *writes, return_exceptions=True)
     return digest.hexdigest()
-
-
-@contextmanager
-def _errors(conn: HostConnection, path: PurePosixPath) -> Iterator[None]:
-    try:
-        yield
-    except asyncssh.SFTPNoSuchFile as error:
-        raise NotFoundError(f"{conn.name}: {path} went away while it was copied.") from error
-    except (asyncssh.SFTPConnectionLost, asyncssh.SFTPNoConnection, TimeoutError, ConnectionError) as error:
-        raise UnreachableError(
-            f"{conn.name}: the connection broke while {path} was copied. What arrived is kept; stage again."
-        ) from error
-    except asyncssh.SFTPError as error:
-        raise RemoteCommandError(
-            f"{conn.name}: {path} cannot be copied: {printable(error.reason, 300)}."
-        ) from error

@@ -1,4 +1,4 @@
-"""The training process that torchrun starts once per rank: `dflash-engine train RECIPE --target DIR --run DIR`.
+"""The training process that torchrun starts once per rank: `dflash-engine train RECIPE --target DIR --run-dir DIR`.
 
 Ranks 0..T-1 hold the frozen target, the next ones the drafter. They meet once, over gloo, to exchange errors,
 process identities and the ring's name; then the ring is unlinked (a crash leaves nothing in shared memory)
@@ -92,7 +92,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--target", type=Path, required=True, help="Hugging Face folder of the frozen target")
     parser.add_argument(
-        "--run", type=Path, required=True, help="the run's folder; resumed where it has checkpoints"
+        "--run-dir", dest="run", type=Path, required=True, help="the run's folder; resumed where it has checkpoints"
     )
     parser.add_argument("--data", type=Path, nargs="+", help="chats to train on instead of the recipe's")
     parser.add_argument(

@@ -9,9 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path, PurePosixPath
 
 import pytest
-from dflash_console.core.errors import NotFoundError
-from dflash_console.core.profiles import Profile
-from dflash_console.core.ssh import Connections, HostConnection
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,14 +20,17 @@ from dflash_console.core.checkpoints import (
     newest_usable,
     one_checkpoint,
 )
+from dflash_console.core.errors import NotFoundError
+from dflash_console.core.profiles import Profile
+from dflash_console.core.ssh import Connections, HostConnection
 from dflash_engine.manifest import CheckpointState
 from tests.checkpoint_folders import make_checkpoint, make_foreign, make_model_files, safetensors_bytes
 
 
 @pytest.fixture
-async def host(two_hosts: Profile) -> AsyncIterator[HostConnection]:
-    async with Connections(two_hosts) as hosts:
-        yield await hosts.get(next(iter(two_hosts.hosts)))
+async def host(ssh_host: Profile) -> AsyncIterator[HostConnection]:
+    async with Connections(ssh_host) as hosts:
+        yield await hosts.get("ct200")
 
 
 @pytest.fixture
@@ -43,9 +43,7 @@ async def _only(host: HostConnection) -> CheckpointView:
     return view
 
 
-def _view(
-    step: int | None, state: CheckpointState, *, created: float = 0.0, run: str = "r"
-) -> CheckpointView:
+def _view(step: int | None, state: CheckpointState, *, created: float = 0.0, run: str = "r") -> CheckpointView:
     path = PurePosixPath("/x")
     return CheckpointView("h", run, f"step_{step}", step, state, "", 1, created, path)
 
@@ -151,9 +149,7 @@ async def test_a_link_in_a_checkpoint_is_not_a_file_of_it(host: HostConnection, 
     assert (await _only(host)).state == "incomplete"
 
 
-async def test_a_foreign_checkpoint_is_whole_by_its_header_and_quiet(
-    host: HostConnection, state: Path
-) -> None:
+async def test_a_foreign_checkpoint_is_whole_by_its_header_and_quiet(host: HostConnection, state: Path) -> None:
     make_foreign(state, "run1", "step_3")
     view = await _only(host)
     assert (view.state, view.manifest) == ("foreign", None)
@@ -161,9 +157,7 @@ async def test_a_foreign_checkpoint_is_whole_by_its_header_and_quiet(
     assert newest_usable([view], need="resume") is None
 
 
-async def test_a_foreign_checkpoint_that_changed_just_now_is_incomplete(
-    host: HostConnection, state: Path
-) -> None:
+async def test_a_foreign_checkpoint_that_changed_just_now_is_incomplete(host: HostConnection, state: Path) -> None:
     make_foreign(state, "run1", "step_3", age_s=2.0)
     view = await _only(host)
     assert view.state == "incomplete"

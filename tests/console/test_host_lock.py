@@ -7,20 +7,19 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from dflash_console.core.ssh import Connections, HostConnection
 
 from dflash_console.core import host_lock as module
 from dflash_console.core.errors import RemoteCommandError
 from dflash_console.core.host_lock import host_lock
 from dflash_console.core.profiles import Profile
+from dflash_console.core.ssh import Connections, HostConnection
 
 
 @pytest.fixture
-async def consoles(two_hosts: Profile) -> AsyncIterator[tuple[HostConnection, HostConnection]]:
+async def consoles(ssh_host: Profile) -> AsyncIterator[tuple[HostConnection, HostConnection]]:
     """Two connections to the same host, as two consoles have them."""
-    name = next(iter(two_hosts.hosts))
-    async with Connections(two_hosts) as first, Connections(two_hosts) as second:
-        yield await first.get(name), await second.get(name)
+    async with Connections(ssh_host) as first, Connections(ssh_host) as second:
+        yield await first.get("ct200"), await second.get("ct200")
 
 
 def _locks(conn: HostConnection) -> list[str]:

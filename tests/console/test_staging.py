@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from dflash_console.core.ssh import Connections, HostConnection
 
 from dflash_console.core import host_lock, transfer
 from dflash_console.core.checkpoints import CheckpointView, list_checkpoints, newest_usable, one_checkpoint
@@ -24,8 +23,9 @@ from dflash_console.core.errors import (
     NotFoundError,
     UnreachableError,
 )
-from dflash_console.core.history import History
+from dflash_console.core.history import History, default_path
 from dflash_console.core.profiles import Profile
+from dflash_console.core.ssh import Connections, HostConnection
 from dflash_console.core.staging import StageProgress, StageResult, stage
 from dflash_engine.layout import is_partial_name
 from dflash_engine.manifest import parse_manifest
@@ -35,10 +35,8 @@ from tests.tcp_relay import Relay
 LARGE = 12 << 20
 Pair = tuple[HostConnection, HostConnection]
 
-
-@pytest.fixture(autouse=True)
-def _own_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DFLASH_DATA_DIR", str(tmp_path / "data"))
+# What one kind of server proves, where nothing depends on the server.
+one_kind = pytest.mark.parametrize("two_hosts", ["openssh"], indirect=True)
 
 
 @pytest.fixture
@@ -114,6 +112,7 @@ async def test_a_copy_with_the_optimizer_is_whole(pair: Pair) -> None:
     assert "trainer/optimizer.safetensors" in result.files
 
 
+@one_kind
 async def test_progress_ends_with_every_byte_and_the_verification(pair: Pair) -> None:
     source, destination = pair
     seen: list[StageProgress] = []
@@ -133,6 +132,7 @@ async def test_a_verified_copy_is_not_sent_again(pair: Pair) -> None:
     assert (again.bytes_sent, again.bytes_reused) == (0, first.bytes_sent)
 
 
+@one_kind
 async def test_a_damaged_copy_is_refused_and_left_alone(pair: Pair) -> None:
     source, destination = pair
     view = await _made(source)
@@ -142,6 +142,7 @@ async def test_a_damaged_copy_is_refused_and_left_alone(pair: Pair) -> None:
         await stage(source, destination, view)
 
 
+@one_kind
 async def test_another_checkpoint_of_the_same_name_is_never_replaced(pair: Pair) -> None:
     source, destination = pair
     view = await _made(source)
@@ -153,6 +154,7 @@ async def test_another_checkpoint_of_the_same_name_is_never_replaced(pair: Pair)
     assert _names(destination) == ["step_5"]
 
 
+@one_kind
 async def test_a_foreign_checkpoint_gets_a_manifest_that_names_its_origin(pair: Pair) -> None:
     source, destination = pair
     make_foreign(Path(source.state), "run1", "step_3")
@@ -188,12 +190,10 @@ async def test_a_lost_connection_leaves_a_partial_that_the_next_staging_complete
     assert result.bytes_reused >= 0.6 * LARGE - transfer.UNSETTLED_BYTES - transfer.PIECE_BYTES
     assert sent < result.bytes_sent + (1 << 20)
     assert _names(direct) == ["step_5"]
-    assert (
-        Path(result.path, "model.safetensors").read_bytes()
-        == Path(view.path, "model.safetensors").read_bytes()
-    )
+    assert Path(result.path, "model.safetensors").read_bytes() == Path(view.path, "model.safetensors").read_bytes()
 
 
+@one_kind
 async def test_a_corrupt_prefix_of_an_earlier_try_is_sent_again(pair: Pair) -> None:
     source, destination = pair
     view = await _made(source, data_bytes=LARGE)
@@ -202,12 +202,10 @@ async def test_a_corrupt_prefix_of_an_earlier_try_is_sent_again(pair: Pair) -> N
     result = await stage(source, destination, view)
     assert result.bytes_sent >= LARGE
     assert result.bytes_reused < 1000
-    assert (
-        Path(result.path, "model.safetensors").read_bytes()
-        == Path(view.path, "model.safetensors").read_bytes()
-    )
+    assert Path(result.path, "model.safetensors").read_bytes() == Path(view.path, "model.safetensors").read_bytes()
 
 
+@one_kind
 async def test_a_hole_near_the_end_of_an_earlier_try_is_sent_again(pair: Pair) -> None:
     source, destination = pair
     view = await _made(source, data_bytes=LARGE)
@@ -220,6 +218,7 @@ async def test_a_hole_near_the_end_of_an_earlier_try_is_sent_again(pair: Pair) -
     assert Path(result.path, "model.safetensors").read_bytes() == weights
 
 
+@one_kind
 async def test_files_of_an_earlier_try_that_are_not_asked_for_now_are_not_published(pair: Pair) -> None:
     source, destination = pair
     view = await _made(source)
@@ -230,6 +229,7 @@ async def test_files_of_an_earlier_try_that_are_not_asked_for_now_are_not_publis
     assert not Path(result.path, "trainer", "optimizer.safetensors").exists()
 
 
+@one_kind
 @pytest.mark.parametrize("resumed", [False, True])
 async def test_a_corrupt_source_is_refused_and_named(pair: Pair, resumed: bool) -> None:
     source, destination = pair
@@ -266,6 +266,7 @@ async def test_a_source_that_changes_under_the_copy_is_refused(
     assert all(is_partial_name(name) for name in _names(destination))
 
 
+@one_kind
 async def test_a_source_that_is_incomplete_or_replaced_since_it_was_listed_is_refused(pair: Pair) -> None:
     source, destination = pair
     view = await _made(source)
@@ -281,6 +282,7 @@ async def test_a_source_that_is_incomplete_or_replaced_since_it_was_listed_is_re
     assert _names(destination) == []
 
 
+@one_kind
 async def test_the_optimizer_of_a_model_only_checkpoint_cannot_be_asked_for(pair: Pair) -> None:
     source, destination = pair
     view = await _made(source, resume=False)
@@ -353,9 +355,7 @@ async def test_too_little_room_is_said_in_bytes_before_anything_is_sent(pair: Pa
     assert sum(path.stat().st_size for path in small_disk.rglob("*") if path.is_file()) == 0
 
 
-async def test_a_disk_that_fills_up_under_the_copy_is_said_and_the_partial_kept(
-    pair: Pair, small_disk: Path
-) -> None:
+async def test_a_disk_that_fills_up_under_the_copy_is_said_and_the_partial_kept(pair: Pair, small_disk: Path) -> None:
     source, destination = pair
     view = await _made(source, data_bytes=LARGE)
 
@@ -370,20 +370,20 @@ async def test_a_disk_that_fills_up_under_the_copy_is_said_and_the_partial_kept(
     assert _names(destination) == ["step_5"]
 
 
-async def test_a_staging_is_in_the_history_and_a_broken_history_is_a_warning(
-    pair: Pair, tmp_path: Path
-) -> None:
+@one_kind
+async def test_a_staging_is_in_the_history_and_a_broken_history_is_a_warning(pair: Pair) -> None:
     source, destination = pair
     view = await _made(source)
     result = await stage(source, destination, view)
     with History() as history:
         (row,) = history.stagings()
     assert (row.run, row.checkpoint, row.bytes_sent) == ("run1", "step_5", result.bytes_sent)
-    (tmp_path / "data" / "history.sqlite3").write_bytes(b"broken" * 1000)
+    default_path().write_bytes(b"broken" * 1000)
     again = await stage(source, destination, view)
     assert "cannot be used" in again.warnings[0]
 
 
+@one_kind
 async def test_a_hostile_file_name_in_a_manifest_never_leaves_the_folder(pair: Pair, tmp_path: Path) -> None:
     source, destination = pair
     view = await _made(source)
