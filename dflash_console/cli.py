@@ -442,11 +442,10 @@ async def _follow(conn: Any, job: Any) -> None:
 
 
 async def _existing_job(conn: Any, job_id: str) -> Any:
-    from dflash_console.core.demo import job_ref
-    from dflash_console.core.jobs import view_job
+    from dflash_console.core.jobs import job_ref, view_job
 
     await view_job(conn, job_id)
-    return await job_ref(conn, job_id)
+    return job_ref(conn, job_id)
 
 
 def _profile() -> Profile:

@@ -244,6 +244,9 @@ class EventReader:
                 continue
             if not line.strip():
                 continue
+            if len(line) > self._max_line_bytes:
+                self.unreadable += 1
+                continue
             try:
                 events.append(parse_line(line))
             except ValueError:

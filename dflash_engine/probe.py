@@ -9,7 +9,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["main"]
+__all__ = ["main", "memory_bytes"]
 
 _PACKAGES = ("torch", "transformers", "safetensors", "numpy", "gguf", "accelerate")
 
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     `argv` is one folder whose file system is measured, by default the current one.
     """
     folder = Path(argv[0]) if argv else Path.cwd()
-    memory = _memory()
+    memory = memory_bytes()
     disk = os.statvfs(folder)
     answer = {
         "python": sys.version.split()[0],
@@ -42,8 +42,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _memory() -> dict[str, int]:
-    """/proc/meminfo in bytes."""
+def memory_bytes() -> dict[str, int]:
+    """/proc/meminfo in bytes: MemTotal, MemAvailable, ..."""
     found = {}
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")

@@ -18,6 +18,7 @@ __all__ = [
     "ProcessIdentity",
     "become_subreaper",
     "boot_id",
+    "descendants",
     "die_with_parent",
     "is_alive",
     "marked_processes",
@@ -40,6 +41,13 @@ class ProcessIdentity:
     boot_id: str
 
 
+@dataclass(frozen=True)
+class _Stat:
+    state: str
+    parent: int
+    start_ticks: int
+
+
 @functools.cache
 def boot_id() -> str:
     """The kernel's random id of this boot."""
@@ -48,10 +56,10 @@ def boot_id() -> str:
 
 def process_identity(pid: int) -> ProcessIdentity | None:
     """Identity of a live process; None where there is none, or only its zombie."""
-    state_ticks = _stat(pid)
-    if state_ticks is None or state_ticks[0] in "ZX":
+    stat = _stat(pid)
+    if stat is None or stat.state in "ZX":
         return None
-    return ProcessIdentity(pid, state_ticks[1], boot_id())
+    return ProcessIdentity(pid, stat.start_ticks, boot_id())
 
 
 def is_alive(identity: ProcessIdentity) -> bool:
@@ -63,14 +71,30 @@ def marked_processes(mark: str) -> list[ProcessIdentity]:
     """All live processes whose initial environment carries this job mark."""
     wanted = f"{MARK_VARIABLE}={mark}".encode()
     found = []
-    for entry in os.listdir("/proc"):  # noqa: PTH208 # names only, and /proc changes while it is read
-        if not entry.isdigit():
+    for pid in _pids():
+        # Identity first: where the pid changes hands in between, what is found is dead and no stranger.
+        identity = process_identity(pid)
+        if identity is None:
             continue
         with contextlib.suppress(OSError):
-            if wanted in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
-                identity = process_identity(int(entry))
-                if identity is not None:
-                    found.append(identity)
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(identity)
+    return found
+
+
+def descendants(pid: int) -> list[ProcessIdentity]:
+    """All live processes below `pid` in the tree of parents, whatever their environment says."""
+    children: dict[int, list[tuple[int, _Stat]]] = {}
+    for child in _pids():
+        if (stat := _stat(child)) is not None:
+            children.setdefault(stat.parent, []).append((child, stat))
+    found = []
+    pending = [pid]
+    while pending:
+        for child, stat in children.pop(pending.pop(), []):
+            pending.append(child)
+            if stat.state not in "ZX":
+                found.append(ProcessIdentity(child, stat.start_ticks, boot_id()))
     return found
 
 
@@ -79,11 +103,14 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies; end at once where it is dead already."""
-    parent = os.getppid()
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel for SIGKILL when the parent dies; end at once where it is dead already.
+
+    `parent` is its pid as known before the fork; without it, a parent that died before this call is not noticed.
+    """
+    expected = os.getppid() if parent is None else parent
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != expected:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -93,11 +120,15 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-def _stat(pid: int) -> tuple[str, int] | None:
-    """(state letter, start time in ticks) from /proc/<pid>/stat; the command name may hold any character."""
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 # names only
+
+
+def _stat(pid: int) -> _Stat | None:
+    """What /proc/<pid>/stat says; the command name in it may hold any character."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         rest = text[text.rindex(")") + 2 :].split()
-        return rest[0], int(rest[19])
+        return _Stat(rest[0], int(rest[1]), int(rest[19]))
     except (OSError, ValueError, IndexError):
         return None

@@ -22,7 +22,7 @@ from dflash_console.core.deploy import DeployedEngine, deploy_engine
 from dflash_console.core.errors import JobFailedError, NotFoundError
 from dflash_console.core.evals import EvalOutcome, run_eval
 from dflash_console.core.follow import follow_events
-from dflash_console.core.jobs import JobRef, list_jobs, view_job
+from dflash_console.core.jobs import JobRef, job_ref, list_jobs, view_job
 from dflash_console.core.profiles import Profile, load_profile, shipped_profiles_dir
 from dflash_console.core.ssh import Connections, HostConnection
 from dflash_console.core.staging import StageResult, stage
@@ -208,7 +208,7 @@ async def _launch_or_join(
         ):
             run = job.run or ""
             report.say(f"{conn.name}: training {run} is running already (job {job.id}); joining it")
-            return await job_ref(conn, job.id), run
+            return job_ref(conn, job.id), run
     overrides = [f"train.seed={options.seed}"]
     if options.steps:
         overrides.append(f"train.steps={options.steps}")
@@ -223,13 +223,6 @@ async def _launch_or_join(
     )
     report.say(f"{conn.name}: training {run} launched (job {started.id}); it goes on without this console")
     return started, run
-
-
-async def job_ref(conn: HostConnection, job_id: str) -> JobRef:
-    """The reference of a job that is there already."""
-    from dflash_engine import layout
-
-    return JobRef(conn.name, job_id, conn.state / layout.job_dir(job_id))
 
 
 async def _follow(conn: HostConnection, job: JobRef, training: _Training, report: DemoReport) -> None:

@@ -28,6 +28,7 @@ _SCRIPT = (
     'printf "%s:%s\\n" "$m" "$c"; printf "%s\\n" "$m" >&2; exit "$c"'
 )
 _PIECE_BYTES = 64 << 10
+_SESSION_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 _NOISE_MAX_BYTES = 1 << 20
 
 
@@ -77,7 +78,7 @@ async def exchange(
 
     Raises RemoteCommandError beyond that; asyncssh's own errors pass.
     """
-    process = await connection.create_process(command_line, encoding=None, request_pty=False)
+    process = await _start(connection, command_line)
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(_feed(process.stdin, stdin))
@@ -93,6 +94,18 @@ async def exchange(
         raise
     finally:
         process.close()
+
+
+async def _start(connection: asyncssh.SSHClientConnection, command_line: str) -> asyncssh.SSHClientProcess[bytes]:
+    """Open a session. OpenSSH counts one that has just ended until it has reaped the process: then try again."""
+    for pause_s in _SESSION_PAUSES_S:
+        try:
+            return await connection.create_process(command_line, encoding=None, request_pty=False)
+        except asyncssh.ChannelOpenError as error:
+            if error.code != asyncssh.OPEN_CONNECT_FAILED or connection.is_closed():
+                raise
+        await asyncio.sleep(pause_s)
+    return await connection.create_process(command_line, encoding=None, request_pty=False)
 
 
 async def _feed(stream: asyncssh.SSHWriter[bytes], data: bytes) -> None:

@@ -43,7 +43,8 @@ async def translated(host: str, what: str, timeout_s: float) -> AsyncIterator[No
     except _LOST as error:
         raise UnreachableError(f"{subject}: the connection was lost ({_reason(error)}).") from error
     except asyncssh.ChannelOpenError as error:
-        if error.code == asyncssh.OPEN_CONNECT_FAILED or "closed" in error.reason.lower():
+        # asyncssh's own words for a connection that went away meanwhile; all others are the server's.
+        if "connection closed" in error.reason.lower():
             raise UnreachableError(f"{subject}: the connection was lost ({_reason(error)}).") from error
         raise RemoteCommandError(
             f"{subject}: the host opens no further session ({_reason(error)}); see MaxSessions in its sshd_config."

@@ -25,6 +25,8 @@ __all__ = ["Completion", "greedy_decode"]
 _BATCH_ROWS = 64
 _PADDING_LIMIT = 1.1
 """Padded over real tokens in a prefill group."""
+_PREFILL_TOKENS = 1024
+"""Padded tokens in a prefill group: bounds memory, and activations stay in the processor's caches."""
 _KEPT_ROWS = 0.8
 """Finished rows leave the batch once so few of its rows are alive: leaving copies the cache."""
 
@@ -130,19 +132,13 @@ class _Batch:
     def _step(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
         """Run ids [b, S] behind the cache; mask [b, T + S] -> the greedy next ids [b]."""
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        output: Any = self._target.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
+        output: Any = self._target.model.get_decoder()(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         )
-        best, next_ids = output.logits[:, -1].max(dim=-1)  # the first of equal ones
+        best, next_ids = self._target.greedy(output.last_hidden_state[:, -1])
         if not bool(torch.isfinite(best).all()):
             raise TargetError(f"target {self._target.folder}: its logits are not finite; its weights are damaged")
-        found: Tensor = next_ids
-        return found
+        return next_ids
 
 
 def _check(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -166,11 +162,11 @@ def _check(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Cut ascending lengths into runs of indices whose padding stays below the limit."""
+    """Cut ascending lengths into runs of indices within the limits of padding and size."""
     group: list[int] = []
     for i, length in enumerate(lengths):
         real = sum(lengths[j] for j in group) + length
-        if group and length * (len(group) + 1) > _PADDING_LIMIT * real:
+        if group and length * (len(group) + 1) > min(_PADDING_LIMIT * real, _PREFILL_TOKENS):
             yield group
             group = []
         group.append(i)

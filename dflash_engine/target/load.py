@@ -61,6 +61,19 @@ class Target:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits
 
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states after a final norm [..., H] -> (largest logit [...], its id [...]), the lowest of equal ones.
+
+        What a configuration does to logits afterwards (soft cap, scale) keeps their order and is left out.
+        """
+        head = self.model.get_output_embeddings()
+        # Weights times states: with few rows on a CPU almost twice as fast as `head(hidden)`.
+        logits = head.weight @ hidden.reshape(-1, hidden.shape[-1]).T  # [V, rows]
+        if head.bias is not None:
+            logits += head.bias[:, None]
+        best, ids = logits.max(dim=0)
+        return best.view(hidden.shape[:-1]), ids.view(hidden.shape[:-1])
+
 
 def load_target(folder: Path, *, dtype: torch.dtype) -> Target:
     """Load a Hugging Face folder on the CPU. Raises TargetError naming the folder and what is wrong.

@@ -132,6 +132,13 @@ async def test_an_engine_works_below_a_state_folder_with_an_awkward_name(ssh_hos
         assert (await probe(conn, await deploy_engine(conn))).cpu_count > 0
 
 
+async def test_files_in_the_hosts_home_do_not_shadow_the_engines_modules(ssh_host: Profile) -> None:
+    async with Connections(ssh_host) as hosts:
+        conn = await hosts.get("ct200")
+        await conn.write_file(conn.state.parent / "json.py", b"raise SystemExit('shadowed')")
+        assert (await probe(conn, await deploy_engine(conn))).cpu_count > 0
+
+
 async def test_an_old_python_is_named_with_what_is_expected(ssh_host: Profile, tmp_path: Path) -> None:
     old = tmp_path / "old-python"
     old.write_text(

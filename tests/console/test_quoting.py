@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflash_console.core.quoting import printable, quote_argv
 
-ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\x00", exclude_categories=("Cs",))), max_size=6)
+ARGUMENTS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\x00")), max_size=6)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,151 @@
+"""The drafter alone walks along the references: what a verification with the target would have accepted.
+
+Under greedy decoding every accepted token is the target's own greedy token, so the path through a completion
+is known: draft a block at the anchor, compare it with the reference, advance by accepted + 1. The context of
+every step is the target's hidden states strictly before the anchor, which were captured once; each layer's
+context keys and values are computed once for the whole path and masked to what the step may see. All prompts
+of a batch advance in lockstep, so the drafter's weights are read once a step for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dflash_engine.drafter.model import ContextKV, DFlashDrafter
+from dflash_engine.evaluation.acceptance import PromptTrace, VerificationStep
+
+__all__ = ["ReferencePath", "walk"]
+
+_BATCH_BYTES = 256 << 20
+"""Taps of one lockstep batch, padded."""
+
+
+@dataclass(frozen=True)
+class ReferencePath:
+    """One prompt with its greedy completion and the target's states over both."""
+
+    prompt_length: int
+    tokens: Tensor
+    """[S] int64: prompt and completion."""
+    taps: Tensor
+    """[S, K * H_target]: tapped states; the last position's are never needed."""
+
+    @property
+    def first_anchor(self) -> int:
+        """Position of the prefill's token."""
+        return self.prompt_length
+
+
+@torch.no_grad()
+def walk(
+    drafter: DFlashDrafter,
+    embedding: Tensor,
+    head: Tensor,
+    paths: Sequence[ReferencePath],
+    *,
+    block_size: int,
+    progress: Callable[[int, int], None],
+) -> list[PromptTrace]:
+    """The verification steps of every path, in the order given.
+
+    embedding and head [V, H] are the target's. The last block shrinks to the tokens still there + 1, as a
+    limit or a stop token makes it shrink; `progress` hears of completion tokens walked and in all.
+    """
+    total = sum(len(path.tokens) - path.prompt_length for path in paths)
+    walked = 0
+    traces: dict[int, PromptTrace] = {}
+    for chosen in _batches(paths):
+        batch = _Lockstep(drafter, embedding, head, [paths[i] for i in chosen], block_size)
+        while batch.advance():
+            progress(walked + batch.walked(), total)
+        walked += batch.walked()
+        traces.update(zip(chosen, batch.traces(), strict=True))
+    return [traces[i] for i in range(len(paths))]
+
+
+def _batches(paths: Sequence[ReferencePath]) -> list[list[int]]:
+    """Indices of paths of similar length, each batch within the memory bound."""
+    order = sorted(range(len(paths)), key=lambda i: len(paths[i].tokens))
+    batches: list[list[int]] = []
+    for i in order:
+        width = len(paths[i].tokens) * paths[i].taps.shape[1] * paths[i].taps.element_size()
+        if batches and (len(batches[-1]) + 1) * width <= _BATCH_BYTES:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+class _Lockstep:
+    """Some paths, padded to one length, that draft together until the last is through."""
+
+    def __init__(
+        self, drafter: DFlashDrafter, embedding: Tensor, head: Tensor, paths: list[ReferencePath], block_size: int
+    ) -> None:
+        self._drafter, self._embedding, self._head = drafter, embedding, head
+        self._block_size = block_size
+        self._paths = paths
+        self._ends = torch.tensor([len(path.tokens) for path in paths])
+        self._anchors = torch.tensor([path.first_anchor for path in paths])
+        self._steps: list[list[VerificationStep]] = [[] for _ in paths]
+        longest = int(self._ends.max())
+        self._tokens = torch.zeros(len(paths), longest + block_size, dtype=torch.int64)  # [b, T + B]
+        taps = torch.zeros(len(paths), longest, paths[0].taps.shape[1])
+        for row, path in enumerate(paths):
+            self._tokens[row, : len(path.tokens)] = path.tokens
+            taps[row, : len(path.taps)] = path.taps
+        positions = torch.arange(longest).expand(len(paths), -1)
+        self._context: ContextKV = drafter.context_kv(drafter.context_features(taps), positions)
+
+    def walked(self) -> int:
+        """Completion tokens that are behind the anchors by now."""
+        started = torch.tensor([path.first_anchor for path in self._paths])
+        return int((self._anchors - started).sum())
+
+    def traces(self) -> list[PromptTrace]:
+        """Every path's steps so far."""
+        return [PromptTrace(tuple(steps)) for steps in self._steps]
+
+    def advance(self) -> bool:
+        """One verification step for each path that has tokens left; False when none has."""
+        left = self._ends - 1 - self._anchors  # tokens behind the anchor
+        rows = (left > 0).nonzero().flatten()
+        if not len(rows):
+            return False
+        anchors, left = self._anchors[rows], left[rows]
+        sizes = (left + 1).clamp(max=self._block_size)  # the last block shrinks
+        drafted = self._draft(rows, anchors, sizes)  # [r, B - 1]
+        slots = torch.arange(1, self._block_size)
+        wanted = self._tokens[rows[:, None], anchors[:, None] + slots]  # [r, B - 1]
+        offered = slots < sizes[:, None]
+        matched = ((drafted == wanted) & offered).long().cumprod(dim=1).sum(dim=1)
+        emitted = torch.minimum(matched + 1, left)
+        self._anchors[rows] += emitted
+        for row, size, good, new in zip(
+            rows.tolist(), sizes.tolist(), matched.tolist(), emitted.tolist(), strict=True
+        ):
+            self._steps[row].append(VerificationStep(offered=size - 1, matched=good, emitted=new))
+        return True
+
+    def _draft(self, rows: Tensor, anchors: Tensor, sizes: Tensor) -> Tensor:
+        """The drafted ids [r, B - 1] of blocks at anchors [r]; slots at and beyond a block's size mean nothing."""
+        block = self._block_size
+        slots = torch.arange(block)
+        ids = torch.full((len(rows), block), self._drafter.config.mask_token_id)
+        ids[:, 0] = self._tokens[rows, anchors]
+        positions = anchors[:, None] + slots  # [r, B]
+        longest = int(anchors.max())
+        context = [(keys[rows, :, :longest], values[rows, :, :longest]) for keys, values in self._context]
+        before = (torch.arange(longest) < anchors[:, None])[:, None].expand(-1, block, -1)  # [r, B, T]
+        # Surplus slots of a shrunken block are no keys, so the others see exactly a shorter block; each sees
+        # itself, so that no softmax row is empty.
+        inside = (slots < sizes[:, None])[:, None].expand(-1, block, -1) | torch.eye(block, dtype=torch.bool)
+        mask = torch.cat([before, inside], dim=2)[:, None]  # [r, 1, B, T + B]
+        hidden = self._drafter(self._embedding[ids], positions, context, mask)
+        logits = functional.linear(hidden[:, 1:].flatten(0, 1), self._head)  # [r * (B - 1), V]
+        return logits.argmax(dim=-1).view(len(rows), block - 1)
