@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +21,11 @@ __all__ = [
     "boot_id",
     "descendants",
     "die_with_parent",
+    "end_tree",
     "is_alive",
     "marked_processes",
     "process_identity",
+    "reap_orphans",
 ]
 
 MARK_VARIABLE = "DFLASH_JOB_MARK"
@@ -30,6 +33,8 @@ MARK_VARIABLE = "DFLASH_JOB_MARK"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_TERM_S = 5.0
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,37 @@ def die_with_parent(parent: int | None = None) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_tree(mark: str, main: int) -> int:
+    """End every process with this mark and every descendant of this one; returns how many besides pid `main`.
+
+    SIGTERM first, SIGKILL after 5 s, until none is left. Needs `become_subreaper`, or orphans without the mark
+    are not found. Identities are checked right before each signal: a pid that was recycled meanwhile is a
+    stranger's.
+    """
+    asked: set[ProcessIdentity] = set()
+    deadline = time.monotonic() + _TERM_S
+    # By mark for what is no descendant, by parent for what has dropped the mark.
+    while alive := {*marked_processes(mark), *descendants(os.getpid())}:
+        late = time.monotonic() > deadline
+        for process in alive:
+            if (late or process not in asked) and is_alive(process):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL if late else signal.SIGTERM)
+        asked |= alive
+        reap_orphans(main)
+        time.sleep(_LOOK_S)
+    return sum(process.pid != main for process in asked)
+
+
+def reap_orphans(main: int) -> None:
+    """Reap ended children that came here as orphans; the status of `main`, if it is a child, stays to be read."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid == main:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -27,20 +27,16 @@ from dflash_engine.errors import EngineError, JobRefusedError, RecipeError
 from dflash_engine.events import EventWriter, JobFinished
 from dflash_engine.processes import (
     MARK_VARIABLE,
-    ProcessIdentity,
     become_subreaper,
-    descendants,
     die_with_parent,
-    is_alive,
-    marked_processes,
+    end_tree,
     process_identity,
+    reap_orphans,
 )
 
 __all__ = ["main", "supervise"]
 
 _POLL_S = 0.1
-_TERM_S = 5.0
-"""Between SIGTERM and SIGKILL to the job's processes."""
 _DETACH_TIMEOUT_S = 20.0
 _USAGE = "usage: dflash-engine supervise JOBDIR [--detach]"
 
@@ -228,7 +224,7 @@ def _start(folder: Path, job: _Job, mark: str, lock: int | None) -> subprocess.P
     try:
         _record_process(folder, mark, child.pid)
     except OSError as error:
-        _end_tree(mark, child)
+        end_tree(mark, child.pid)
         raise EngineError(f"{folder} cannot be written, so nobody could find the job again: {error}") from error
     return child
 
@@ -252,9 +248,9 @@ def _run(child: subprocess.Popen[bytes], mark: str, stop: _StopRequest, grace_s:
     """Wait for the job's main process, or end it when its grace time is over; then nothing of it is left."""
     overdue = False
     while child.poll() is None and not (overdue := stop.overdue()):
-        _reap_others(child.pid)
+        reap_orphans(child.pid)
         time.sleep(_POLL_S)
-    leftovers = _end_tree(mark, child)
+    leftovers = end_tree(mark, child.pid)
     status = child.wait()
     code, number = (status, None) if status >= 0 else (None, -status)
     if overdue:
@@ -265,36 +261,6 @@ def _run(child: subprocess.Popen[bytes], mark: str, stop: _StopRequest, grace_s:
     if code:
         return _Verdict("failed", code, None, f"exit code {code}"), leftovers
     return _Verdict("stopped" if stop.seen() else "finished", 0), leftovers
-
-
-def _reap_others(child: int) -> None:
-    """Reap re-parented descendants, but leave the child's own status to subprocess."""
-    with contextlib.suppress(ChildProcessError):
-        while (info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            if info.si_pid == child:
-                return
-            os.waitpid(info.si_pid, os.WNOHANG)
-
-
-def _end_tree(mark: str, child: subprocess.Popen[bytes]) -> int:
-    """End all of the job's processes: SIGTERM, then SIGKILL until none is left. Returns how many besides the child.
-
-    Identities are checked right before each signal: a pid that was recycled meanwhile is not ours.
-    """
-    asked: set[ProcessIdentity] = set()
-    deadline = time.monotonic() + _TERM_S
-    # By mark for what has left the tree, by parent for what has dropped the mark.
-    while alive := {*marked_processes(mark), *descendants(os.getpid())}:
-        late = time.monotonic() > deadline
-        for process in alive:
-            if (late or process not in asked) and is_alive(process):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL if late else signal.SIGTERM)
-        asked |= alive
-        child.poll()
-        _reap_others(child.pid)
-        time.sleep(_POLL_S / 2)
-    return sum(process.pid != child.pid for process in asked)
 
 
 def _finish(folder: Path, verdict: _Verdict, leftovers: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import PurePosixPath
 
 from dflash_console.core.errors import IntegrityError, JobFailedError, NotFoundError
-from dflash_console.core.jobs import JobRef, view_job
+from dflash_console.core.jobs import JobRef, JobView, view_job
 from dflash_console.core.ssh import HostConnection
-from dflash_engine.events import Event, EventReader, JobFinished
+from dflash_engine.events import Alert, Event, EventReader, JobFinished
 
 __all__ = ["Follower", "follow_events"]
 
@@ -35,56 +36,68 @@ class Follower:
         """
         try:
             data = await self._conn.read_range(self._path, self.offset, _READ_BYTES)
-        except NotFoundError:
+            if not data and self.offset:
+                entry = await self._conn.stat(self._path)
+                if entry is None or entry.size_bytes < self.offset:
+                    raise self._replaced()
+        except NotFoundError as error:
             if self.offset:
-                raise IntegrityError(f"{self._conn.name}: {self._path} was removed while it was followed.") from None
+                raise self._replaced() from error
             return b""
-        if not data and self.offset:
-            entry = await self._conn.stat(self._path)
-            if entry is None or entry.size_bytes < self.offset:
-                raise IntegrityError(
-                    f"{self._conn.name}: {self._path} shrank below byte {self.offset} while it was followed; "
-                    "event files only grow, so this is another file now."
-                )
         self.offset += len(data)
         return data
+
+    def _replaced(self) -> IntegrityError:
+        return IntegrityError(
+            f"{self._conn.name}: {self._path} is gone or shorter than the {self.offset} bytes already read of it; "
+            "a job's files only grow, so this is another file now. Follow it anew from its beginning."
+        )
 
 
 async def follow_events(
     conn: HostConnection, job: JobRef, *, poll_s: float = 0.5, until_finished: bool = True
 ) -> AsyncIterator[Event]:
-    """The events of a job from its first to `job.finished`, then no more.
+    """The events of a job from its first to `job.finished`, then no more; its verdict is there by then.
 
-    Polls fast while events come and every `poll_s` otherwise. With `until_finished` off it ends at the first
-    moment without news. Raises JobFailedError, after all events, where the job is found dead without a last
-    record, UnreachableError where the connection is lost.
+    Polls every 0.1 s while events come, and ever more slowly, up to every `poll_s`, while none do. Lines that
+    cannot be read are told by an alert in their place. With `until_finished` off it ends at the first moment
+    without news. Raises, after all events: JobFailedError where the job ended badly without a last event,
+    UnreachableError where the connection is lost, IntegrityError where the file is another one.
     """
     follower = Follower(conn, job.path / "events.jsonl")
     reader = EventReader()
-    pause = _FASTEST_POLL_S
-    silent_s = 0.0
+    pause_s = _FASTEST_POLL_S
+    looked = time.monotonic()
+    ended: JobView | None = None
+    unreadable = 0
     while True:
         data = await follower.poll()
         for event in reader.feed(data):
             yield event
             if event.type == JobFinished.TYPE:
                 return
+        if reader.unreadable > unreadable:
+            yield _alert(conn, f"{reader.unreadable - unreadable} line(s) of {job.id}'s events cannot be read")
+            unreadable = reader.unreadable
         if data:
-            pause, silent_s = _FASTEST_POLL_S, 0.0
-            continue
-        if not until_finished:
+            pause_s, looked = _FASTEST_POLL_S, time.monotonic()
+            if len(data) == _READ_BYTES:
+                continue  # there is more already
+        elif not until_finished:
             return
-        if silent_s >= _LOOK_S:
-            silent_s = 0.0
+        elif time.monotonic() - looked > _LOOK_S:
+            # Its last event comes just after the verdict: only a second look without news is the end.
+            if ended is not None:
+                if ended.state in ("finished", "stopped"):
+                    return
+                raise JobFailedError(f"{conn.name}: job {job.id} is {ended.state}: {ended.reason}.")
             view = await view_job(conn, job.id)
-            if view.state not in ("starting", "running"):
-                # It may have ended right before the look: what it still wrote comes first.
-                while rest := await follower.poll():
-                    for event in reader.feed(rest):
-                        yield event
-                        if event.type == JobFinished.TYPE:
-                            return
-                raise JobFailedError(f"{conn.name}: job {job.id} is {view.state}: {view.reason}.")
-        await asyncio.sleep(pause)
-        silent_s += pause
-        pause = min(poll_s, pause * 1.5)
+            ended = None if view.state in ("starting", "running") else view
+            looked = time.monotonic()
+        await asyncio.sleep(pause_s)
+        if not data:
+            pause_s = min(poll_s, pause_s * 1.5)
+
+
+def _alert(conn: HostConnection, message: str) -> Event:
+    return Event(time.time() + conn.clock_offset_s, Alert.TYPE, {"level": "warning", "message": message})

@@ -16,7 +16,13 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from dflash_console.core.deploy import DeployedEngine, engine_json
-from dflash_console.core.errors import ConsoleError, JobFailedError, NotFoundError, RemoteCommandError
+from dflash_console.core.errors import (
+    ConsoleError,
+    JobFailedError,
+    NotFoundError,
+    RemoteCommandError,
+    UnreachableError,
+)
 from dflash_console.core.quoting import printable
 from dflash_console.core.ssh import HostConnection
 from dflash_engine import layout
@@ -40,9 +46,11 @@ __all__ = [
 JobState = Literal["starting", "running", "finished", "stopped", "failed", "killed", "lost"]
 
 _RECORD_MAX_BYTES = 1 << 20
+_PROC_MAX_BYTES = 8192
 _STARTING_S = 30.0
 _LAUNCH_TIMEOUT_S = 60.0
 _AT_ONCE = 8
+_EXIT_POLL_S = 0.25
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
@@ -74,7 +82,10 @@ class JobRef(msgspec.Struct, frozen=True):
 
 
 class JobView(msgspec.Struct, frozen=True):
-    """A job as its records and the host's processes show it. `created` is the host's Unix time."""
+    """A job as its records and the host's processes show it; its texts are printable.
+
+    `kind` is "unknown" where the launch was cut off before it said. `created` is the host's Unix time.
+    """
 
     host: str
     id: str
@@ -114,7 +125,8 @@ async def launch(conn: HostConnection, engine: DeployedEngine, request: JobReque
     """Claim the job's folder, write `job.json`, start the supervisor detached; returns once it runs.
 
     Raises JobExistsError where the folder is there, JobFailedError where the job was not started (another job
-    holds the run), RemoteCommandError where the supervisor did not report.
+    holds the run, no such command), RemoteCommandError where the supervisor did not report, UnreachableError
+    where the connection was lost on the way.
     """
     created = time.time() + conn.clock_offset_s
     job_id = request.job_id or (
@@ -142,16 +154,19 @@ async def launch(conn: HostConnection, engine: DeployedEngine, request: JobReque
     await conn.write_file(job.path / "job.json", encoded)
     try:
         await engine_json(conn, engine, ["supervise", str(job.path), "--detach"], timeout_s=_LAUNCH_TIMEOUT_S)
+    except UnreachableError as error:
+        raise UnreachableError(f"{error} Job {job_id} may have been started all the same; `jobs` shows it.") from error
     except RemoteCommandError as error:
         verdict = await _read_record(conn, job.path / "exit.json", _Exit)
         if verdict is not None and verdict.reason == "not-started":
-            raise JobFailedError(f"{conn.name}: job {job_id} was not started: {printable(verdict.message)}.") from error
+            said = printable(verdict.message, 500)
+            raise JobFailedError(f"{conn.name}: job {job_id} was not started: {said}.") from error
         raise
     return job
 
 
 async def list_jobs(conn: HostConnection) -> list[JobView]:
-    """All jobs of a host, oldest first; folders without a readable `job.json` are left out."""
+    """All jobs of a host, oldest first."""
     names = [
         entry.name
         for entry in await conn.list_dir(conn.state / "jobs")
@@ -164,7 +179,7 @@ async def list_jobs(conn: HostConnection) -> list[JobView]:
             try:
                 return await view_job(conn, name)
             except NotFoundError:
-                return None
+                return None  # moved aside or removed since the listing
 
     views = await asyncio.gather(*map(view, names))
     return sorted((found for found in views if found is not None), key=lambda found: (found.created, found.id))
@@ -175,9 +190,10 @@ async def view_job(conn: HostConnection, job_id: str) -> JobView:
     job = job_ref(conn, job_id)
     record = await _read_record(conn, job.path / "job.json", _Job)
     if record is None:
-        raise NotFoundError(f"{conn.name}: there is no job {printable(job_id, 100)}; `jobs` lists them.")
-    state, reason = await _judge(conn, job, record)
-    return JobView(conn.name, job_id, printable(record.kind, 40), record.run, state, reason, record.created)
+        return await _view_unwritten(conn, job)
+    state, reason = await _judge(conn, job, record.created)
+    run = None if record.run is None else printable(record.run, 100)
+    return JobView(conn.name, job_id, printable(record.kind, 40), run, state, reason, record.created)
 
 
 async def request_stop(conn: HostConnection, job_id: str) -> None:
@@ -199,11 +215,11 @@ async def read_output(conn: HostConnection, job_id: str, last_bytes: int) -> byt
     return await conn.read_range(path, max(0, entry.size_bytes - last_bytes), last_bytes)
 
 
-async def wait_for_exit(conn: HostConnection, job_id: str, timeout_s: float, poll_s: float = 0.25) -> JobView:
-    """Wait until a job has ended, in whatever way. Raises TimeoutError."""
+async def wait_for_exit(conn: HostConnection, job: JobRef, timeout_s: float) -> JobView:
+    """Wait until a job has ended, in whatever way. Raises TimeoutError after `timeout_s`; the job goes on."""
     async with asyncio.timeout(timeout_s):
-        while (view := await view_job(conn, job_id)).state in ("starting", "running"):
-            await asyncio.sleep(poll_s)
+        while (view := await view_job(conn, job.id)).state in ("starting", "running"):
+            await asyncio.sleep(_EXIT_POLL_S)
     return view
 
 
@@ -214,13 +230,26 @@ async def _request(conn: HostConnection, job_id: str, what: str) -> None:
     await conn.write_file(job_ref(conn, job_id).path / "control" / what, b"")
 
 
-async def _judge(conn: HostConnection, job: JobRef, record: _Job) -> tuple[JobState, str]:
+async def _view_unwritten(conn: HostConnection, job: JobRef) -> JobView:
+    """A folder without a readable `job.json`: a launch that has just claimed it, or one that was cut off."""
+    folder = await conn.stat(job.path)
+    if folder is None or folder.kind != "dir":
+        raise NotFoundError(f"{conn.name}: there is no job {job.id}; `jobs` lists them.")
+    state: JobState = "starting" if _is_young(conn, folder.mtime) else "lost"
+    reason = "its launch has not written job.json" + (" yet" if state == "starting" else ", or damaged it")
+    return JobView(conn.name, job.id, "unknown", None, state, reason, folder.mtime)
+
+
+def _is_young(conn: HostConnection, host_time: float) -> bool:
+    return time.time() + conn.clock_offset_s - host_time < _STARTING_S
+
+
+async def _judge(conn: HostConnection, job: JobRef, created: float) -> tuple[JobState, str]:
     verdict = await _read_record(conn, job.path / "exit.json", _Exit)
     if verdict is None:
         process = await _read_record(conn, job.path / "process.json", _Process)
         if process is None:
-            age_s = time.time() + conn.clock_offset_s - record.created
-            if age_s < _STARTING_S:
+            if _is_young(conn, created):
                 return "starting", "its supervisor has not reported yet"
             return "lost", "its supervisor never reported"
         if await _is_running(conn, process):
@@ -242,16 +271,26 @@ async def _judge(conn: HostConnection, job: JobRef, record: _Job) -> tuple[JobSt
 
 
 async def _is_running(conn: HostConnection, process: _Process) -> bool:
+    path = PurePosixPath(f"/proc/{process.pid}/stat")
     try:
-        boot = await conn.read_file("/proc/sys/kernel/random/boot_id", max_bytes=100)
-        stat = await conn.read_file(f"/proc/{process.pid}/stat", max_bytes=8192)
+        boot = await conn.read_file("/proc/sys/kernel/random/boot_id", max_bytes=_PROC_MAX_BYTES)
+        stat = await _read_proc(conn, path)
         fields = stat[stat.rindex(b")") + 2 :].split()
         state, start_ticks = fields[0], int(fields[19])
     except NotFoundError:
         return False
     except (ValueError, IndexError) as error:
-        raise RemoteCommandError(f"{conn.name}: /proc/{process.pid}/stat cannot be read: {error}.") from error
-    return boot.decode().strip() == process.boot_id and start_ticks == process.start_ticks and state not in (b"Z", b"X")
+        raise RemoteCommandError(f"{conn.name}: {path} is not what Linux writes there.") from error
+    same = boot.strip() == process.boot_id.encode() and start_ticks == process.start_ticks
+    return same and state not in (b"Z", b"X")
+
+
+async def _read_proc(conn: HostConnection, path: PurePosixPath) -> bytes:
+    try:
+        return await conn.read_file(path, max_bytes=_PROC_MAX_BYTES)
+    except RemoteCommandError:
+        # A process that ends between opening and reading makes the read fail; the second opening then tells.
+        return await conn.read_file(path, max_bytes=_PROC_MAX_BYTES)
 
 
 async def _read_record(conn: HostConnection, path: PurePosixPath, kind: type[_Record]) -> _Record | None:

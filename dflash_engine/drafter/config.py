@@ -14,7 +14,7 @@ from typing import Any
 
 from dflash_engine.errors import CheckpointError
 
-__all__ = ["DrafterConfig", "config_from_json", "config_to_json", "read_config"]
+__all__ = ["DrafterConfig", "config_from_json", "config_to_json", "expected_tensors", "read_config"]
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -161,6 +161,33 @@ def read_config(folder: Path) -> DrafterConfig:
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
     return config_from_json(document)
+
+
+def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of this configuration holds, and no others."""
+    hidden, inner, d = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * d, config.num_key_value_heads * d
+    tensors: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(config.target_layer_ids) * config.target_hidden_size),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for layer in range(config.num_hidden_layers):
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (queries, hidden),
+            "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, queries),
+            "self_attn.q_norm": (d,),
+            "self_attn.k_norm": (d,),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        tensors |= {f"layers.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+    return tensors
 
 
 def _refuse_unsupported(document: dict[str, Any], nested: dict[str, Any]) -> None:

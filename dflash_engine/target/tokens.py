@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from dflash_engine.errors import TargetError
+from dflash_engine.target.stop_ids import configured_stop_ids
 
 __all__ = ["TargetTokens", "load_tokens"]
 
@@ -43,13 +43,8 @@ def load_tokens(folder: Path) -> TargetTokens:
 
 
 def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Every id that any of the three sources names; a generation configuration may hold a list."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if path.is_file():
-            value = json.loads(path.read_bytes()).get("eos_token_id")
-            found.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
+    """Every id that the configurations or the tokenizer name."""
+    found = set(configured_stop_ids(folder))
     if tokenizer.eos_token_id is not None:
         found.add(int(tokenizer.eos_token_id))
     if not found:
