@@ -48,9 +48,7 @@ class _State:
 def choose_profile(
     profile: Annotated[
         str,
-        typer.Option(
-            "--profile", "-p", envvar="DFLASH_PROFILE", help="Profile name, or path of a TOML file."
-        ),
+        typer.Option("--profile", "-p", envvar="DFLASH_PROFILE", help="Profile name, or path of a TOML file."),
     ] = "lab",
 ) -> None:
     """Options that stand before every command."""
@@ -59,9 +57,7 @@ def choose_profile(
 
 @app.command()
 def demo(
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Leave the two demo hosts running at the end.")
-    ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the two demo hosts running at the end.")] = False,
     stop: Annotated[
         bool, typer.Option("--stop", help="Stop demo hosts that were left running, and nothing else.")
     ] = False,
@@ -96,9 +92,7 @@ def run_eval_command(
         typer.Argument(help="RUN:step_N or RUN:latest; default: the newest usable one on the host."),
     ] = None,
     target: Annotated[str | None, typer.Option(help="Name of a target of the host.")] = None,
-    prompts: Annotated[
-        list[Path] | None, typer.Option(help="JSON Lines of prompts; default: the profile's.")
-    ] = None,
+    prompts: Annotated[list[Path] | None, typer.Option(help="JSON Lines of prompts; default: the profile's.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=2, help="New tokens per prompt.")] = None,
     limit: Annotated[int | None, typer.Option(min=0, help="Only the first so many prompts; 0: all.")] = None,
     block_size: Annotated[int | None, typer.Option(min=0, help="Block size; 0: the checkpoint's.")] = None,
@@ -139,13 +133,7 @@ def run_eval_command(
         _print_json(outcome)
         return
     result = outcome.result
-    how = (
-        " (already evaluated)"
-        if outcome.reused
-        else " (joined a running evaluation)"
-        if outcome.joined
-        else ""
-    )
+    how = " (already evaluated)" if outcome.reused else " (joined a running evaluation)" if outcome.joined else ""
     typer.echo(f"{outcome.checkpoint} on {host}{how}")
     typer.echo(f"tau {result['tau']:.3f}  per prompt {result['tau_per_prompt']:.3f}")
     typer.echo(f"acceptance by position  {acceptance(result['acceptance_by_position'])}")
@@ -175,9 +163,7 @@ def stage(
 
     view, result = _run(work())
     if as_json:
-        _print_json(
-            {"checkpoint": f"{view.run}:{view.name}", "from": source, "to": destination, "result": result}
-        )
+        _print_json({"checkpoint": f"{view.run}:{view.name}", "from": source, "to": destination, "result": result})
         return
     sent = f"{result.bytes_sent / 1e6:.1f} MB sent, {result.bytes_reused / 1e6:.1f} MB were there"
     typer.echo(
@@ -201,11 +187,7 @@ def checkpoints(
 
     async def work() -> Any:
         async with Connections(profile) as hosts:
-            return [
-                view
-                for name in host or profile.hosts
-                for view in await list_checkpoints(await hosts.get(name))
-            ]
+            return [view for name in host or profile.hosts for view in await list_checkpoints(await hosts.get(name))]
 
     views = _run(work())
     if as_json:
@@ -231,9 +213,7 @@ def launch(
     host: HostOption,
     target: Annotated[str, typer.Option(help="Name of a target of the host.")],
     run: Annotated[str, typer.Option(help="Name of the run; an existing one is resumed.")],
-    override: Annotated[
-        list[str] | None, typer.Option("--set", help="TABLE.KEY=VALUE over the recipe.")
-    ] = None,
+    override: Annotated[list[str] | None, typer.Option("--set", help="TABLE.KEY=VALUE over the recipe.")] = None,
     follow: Annotated[bool, typer.Option(help="Follow it; leaving does not stop it.")] = True,
 ) -> None:
     """Start or resume a training on a host; it goes on without this console."""
@@ -338,7 +318,7 @@ def hosts_check(
                     found = await probe(conn, engine)
                 except ConsoleError as error:
                     failed.append(error)
-                    _say(f"{host}: {error}")
+                    _fail(error)
                     continue
                 packages = ", ".join(f"{p} {v or 'missing'}" for p, v in sorted(found.packages.items()))
                 typer.echo(
@@ -372,35 +352,16 @@ def main() -> None:
     from dflash_console.core.errors import ConsoleError, UnexpectedError
 
     try:
-        app(standalone_mode=False)
-        code = 0
-    except (KeyboardInterrupt, typer.Abort):
-        code = 130
-    except typer.Exit as leave:
-        code = leave.exit_code
+        app()  # ends with SystemExit; usage errors are its own
     except ConsoleError as error:
-        code = _fail(error)
-    except BrokenPipeError:
-        # The reader of standard output has gone, as in `| head`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
+        sys.exit(_fail(error))
     except Exception as error:  # noqa: BLE001 # the last line of defence
-        code = _fail_usage_or_unexpected(error, UnexpectedError)
-    sys.exit(code)
-
-
-def _fail_usage_or_unexpected(error: Exception, unexpected: type[Any]) -> int:
-    import click
-
-    if isinstance(error, click.ClickException):
-        error.show()
-        return error.exit_code
-    folder = _data_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "errors.log"
-    with log.open("a", encoding="utf-8") as file:
-        traceback.print_exception(error, file=file)
-    return _fail(unexpected(f"internal error ({type(error).__name__}: {error}); details are in {log}."))
+        folder = _data_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / "errors.log"
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exception(error, file=file)
+        sys.exit(_fail(UnexpectedError(f"internal error ({type(error).__name__}: {error}); details are in {log}.")))
 
 
 def _fail(error: Any) -> int:
@@ -417,6 +378,9 @@ def _run(work: Coroutine[Any, Any, _T]) -> _T:
 
     try:
         return asyncio.run(work)
+    except KeyboardInterrupt:
+        _say("interrupted; what runs on the hosts goes on")
+        raise typer.Exit(130) from None
     except BaseExceptionGroup as group:
         ours = group.subgroup(ConsoleError)
         if ours is None:

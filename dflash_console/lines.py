@@ -26,7 +26,7 @@ def si(value: float) -> str:
     for limit, divisor, unit in ((1e3, 1, ""), (1e6, 1e3, "K"), (1e9, 1e6, "M")):
         if abs(value) < limit:
             scaled = value / divisor
-            return f"{scaled:.0f}" if not unit else f"{scaled:#.3g}{unit}"
+            return f"{scaled:.0f}" if not unit else f"{scaled:#.3g}".rstrip(".") + unit
     return f"{value:.3g}"
 
 
@@ -122,13 +122,9 @@ def demo_table(summary: DemoSummary, *, keep: bool) -> list[str]:
     """The demo's result as lines of two columns: numbers, where everything lies, how to look further."""
     before, after = summary.untrained, summary.trained
     if summary.gain >= summary.expected_gain:
-        verdict = (
-            f"+{summary.gain:.2f} (at least +{summary.expected_gain:.2f} is expected of the shipped recipe)"
-        )
+        verdict = f"+{summary.gain:.2f} (at least +{summary.expected_gain:.2f} is expected of the shipped recipe)"
     else:
-        verdict = (
-            f"{summary.gain:+.2f}: SHORT of the +{summary.expected_gain:.2f} expected of the shipped recipe"
-        )
+        verdict = f"{summary.gain:+.2f}: SHORT of the +{summary.expected_gain:.2f} expected of the shipped recipe"
     rows = [
         ("run", summary.run),
         ("steps", f"{summary.steps}, {si(summary.tokens)} tokens in {summary.train_s:.0f} s of training"),
@@ -163,7 +159,5 @@ def demo_table(summary: DemoSummary, *, keep: bool) -> list[str]:
             "  dflash-console demo --stop",
         ]
     else:
-        lines += [
-            "The hosts are stopped; what they made stays. Keep them up with: dflash-console demo --keep"
-        ]
+        lines += ["The hosts are stopped; what they made stays. Keep them up with: dflash-console demo --keep"]
     return lines

@@ -5,6 +5,7 @@ Importable without torch: the supervisor, the trainer and the console's own stat
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -62,7 +63,13 @@ def publish_folder(partial: Path, final: Path) -> None:
     Raises FileExistsError where `final` exists: a finished folder is never replaced.
     """
     sync_tree(partial)
+    exists = f"{final} exists; a finished folder is never replaced"
     if final.exists():
-        raise FileExistsError(f"{final} exists; a finished folder is never replaced")
-    partial.rename(final)
+        raise FileExistsError(exists)
+    try:
+        partial.rename(final)
+    except OSError as error:
+        if error.errno == errno.ENOTEMPTY:  # another process published it between the two lines above
+            raise FileExistsError(exists) from error
+        raise
     sync_folder(final.parent)

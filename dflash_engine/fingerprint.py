@@ -57,7 +57,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     at = start
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if info.begin != at:
-            raise TargetError(f"{path}: {info.begin - at} bytes before tensor {name} belong to nothing")
+            raise TargetError(f"{path}: tensor {name} begins at byte {info.begin}, the one before it ends at {at}")
         at = info.end
     if at != size:
         raise TargetError(f"{path} has {size} bytes, its header accounts for {at}")
@@ -81,14 +81,7 @@ def model_fingerprint(folder: Path) -> str:
 
 def tokenizer_fingerprint(folder: Path) -> str:
     """SHA-256 over tokenizer.json in canonical form and the chat template, wherever it is stored."""
-    try:
-        tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
-    except FileNotFoundError as error:
-        raise TargetError(
-            f"{folder} has no tokenizer.json; expected a Hugging Face folder with a fast tokenizer"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise TargetError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
+    tokenizer = _json_object(folder / "tokenizer.json")
     # Set by every load that pads or truncates; they say nothing about how text becomes ids.
     for key in ("padding", "truncation"):
         tokenizer.pop(key, None)
@@ -153,13 +146,25 @@ def _sample(path: Path, info: TensorInfo) -> bytes:
 def _chat_template(folder: Path) -> str:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise TargetError(f"{path} cannot be read: {error}") from error
     config = folder / "tokenizer_config.json"
-    if config.is_file():
-        template = json.loads(config.read_bytes()).get("chat_template")
-        return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-    return ""
+    template = _json_object(config).get("chat_template", "") if config.is_file() else ""
+    # Older folders hold a list of named templates.
+    return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise TargetError(
+            f"{path.parent} has no {path.name}; expected a Hugging Face folder with a fast tokenizer"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise TargetError(f"{path} cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise TargetError(f"{path} does not hold a JSON object")
+    return document

@@ -158,7 +158,8 @@ def _read_job(folder: Path) -> _Job:
         )
         if not layout.is_valid_name(job.id) or not (job.run is None or layout.is_valid_name(job.run)):
             raise ValueError(f"'id' {job.id!r} or 'run' {job.run!r} is not a name")
-        if not job.argv or not all(isinstance(text, str) for text in (*job.argv, *job.env.values(), job.cwd)):
+        texts = (*job.argv, *job.env.values(), job.cwd)
+        if not isinstance(job.argv, list) or not job.argv or not all(isinstance(text, str) for text in texts):
             raise ValueError("'argv', 'env' and 'cwd' hold something other than text, or no command")
         if not job.grace_s >= 0:
             raise ValueError(f"'grace_s' is {job.grace_s}")
@@ -297,7 +298,6 @@ def _detach(folder: Path) -> dict[str, Any]:
             [sys.executable, "-P", "-m", "dflash_engine.supervise", str(folder)],
             cwd=folder,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,
         )

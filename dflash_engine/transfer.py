@@ -75,8 +75,7 @@ def main(argv: list[str]) -> int:
                 answer: object = publish(Path(partial), Path(final))
             case ["prefix", *pairs] if pairs and len(pairs) % 2 == 0:
                 answer = [
-                    hash_prefix(Path(path), _size(size))
-                    for size, path in zip(pairs[::2], pairs[1::2], strict=True)
+                    hash_prefix(Path(path), _size(size)) for size, path in zip(pairs[::2], pairs[1::2], strict=True)
                 ]
             case _:
                 sys.stderr.write(_USAGE + "\n")

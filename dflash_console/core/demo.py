@@ -30,7 +30,15 @@ from dflash_console.core.training import launch_training
 from dflash_engine.evaluation.identity import EvaluationSettings
 from dflash_engine.events import Event, TrainStep, number
 
-__all__ = ["EXPECTED_GAIN", "DemoOptions", "DemoReport", "DemoSummary", "Measured", "run_demo"]
+__all__ = [
+    "EXPECTED_GAIN",
+    "DemoOptions",
+    "DemoReport",
+    "DemoSummary",
+    "Measured",
+    "run_demo",
+    "train_stage_evaluate",
+]
 
 TRAINER, EVALUATOR = "ct200", "ct129"
 EXPECTED_GAIN = 0.4
@@ -101,7 +109,14 @@ async def run_demo(options: DemoOptions, report: DemoReport) -> DemoSummary:
     """
     began = time.monotonic()
     profile = await _prepare_hosts(options, report)
-    prompts = options.prompts or shipped_profiles_dir() / "data" / "smollm2-python-heldout.jsonl"
+    return await train_stage_evaluate(profile, options, report, began=began)
+
+
+async def train_stage_evaluate(
+    profile: Profile, options: DemoOptions, report: DemoReport, *, began: float
+) -> DemoSummary:
+    """The demo's work on any two hosts `ct200` and `ct129` of a profile; `began` is `time.monotonic()`'s."""
+    prompts = _prompts(options)
     settings = EvaluationSettings(max_new_tokens=64, limit=options.prompts_limit)
     async with Connections(profile) as hosts:
         trainer, evaluator = await hosts.get(TRAINER), await hosts.get(EVALUATOR)
@@ -139,7 +154,7 @@ async def run_demo(options: DemoOptions, report: DemoReport) -> DemoSummary:
         expected_gain=EXPECTED_GAIN,
         bytes_staged=staged.bytes_sent + staged.bytes_reused,
         seconds=time.monotonic() - began,
-        profile=demo_hosts.profile_path(options.root),
+        profile=profile.path,
         checkpoint=str(newest.path),
         staged=str(staged.path),
     )
@@ -185,10 +200,12 @@ async def _prepare_hosts(options: DemoOptions, report: DemoReport) -> Profile:
     ports = ", ".join(f"{name} 127.0.0.1:{host.port}" for name, host in sorted(running.hosts.items()))
     report.say(f"hosts: {ports} (key authentication, host keys of their own)")
     prompts = options.prompts or shipped_profiles_dir() / "data" / "smollm2-python-heldout.jsonl"
-    demo_hosts.write_demo_profile(
-        options.root, running, targets={TARGET_NAME: target}, prompts={"heldout": prompts}
-    )
+    demo_hosts.write_demo_profile(options.root, running, targets={TARGET_NAME: target}, prompts={"heldout": prompts})
     return load_profile(str(demo_hosts.profile_path(options.root)), ())
+
+
+def _prompts(options: DemoOptions) -> Path:
+    return options.prompts or shipped_profiles_dir() / "data" / "smollm2-python-heldout.jsonl"
 
 
 async def _deploy(conn: HostConnection, report: DemoReport) -> DeployedEngine:
@@ -201,11 +218,7 @@ async def _launch_or_join(
     conn: HostConnection, engine: DeployedEngine, options: DemoOptions, report: DemoReport
 ) -> tuple[JobRef, str]:
     for job in await list_jobs(conn):
-        if (
-            job.kind == "train"
-            and job.state in ("running", "starting")
-            and (job.run or "").startswith(_RUN_PREFIX)
-        ):
+        if job.kind == "train" and job.state in ("running", "starting") and (job.run or "").startswith(_RUN_PREFIX):
             run = job.run or ""
             report.say(f"{conn.name}: training {run} is running already (job {job.id}); joining it")
             return job_ref(conn, job.id), run

@@ -114,6 +114,4 @@ async def _convert(python: str, gguf: Path, folder: Path, say: Callable[[str], N
             f"Converting {gguf.name} took more than {_CONVERT_TIMEOUT_S:.0f} s; last: {last}."
         ) from error
     if process.returncode:
-        raise HostNotReadyError(
-            f"{gguf.name} could not be converted: {last.removeprefix('dflash-engine: error: ')}"
-        )
+        raise HostNotReadyError(f"{gguf.name} could not be converted: {last.removeprefix('dflash-engine: error: ')}")

@@ -60,7 +60,7 @@ async def follow_events(
     """The events of a job from its first to `job.finished`, then no more; its verdict is there by then.
 
     Polls every 0.1 s while events come, and ever more slowly, up to every `poll_s`, while none do. Lines that
-    cannot be read are told by an alert in their place. With `until_finished` off it ends at the first moment
+    cannot be read are told by an alert. With `until_finished` off it ends at the first moment
     without news. Raises, after all events: JobFailedError where the job ended badly without a last event,
     UnreachableError where the connection is lost, IntegrityError where the file is another one.
     """
@@ -72,13 +72,14 @@ async def follow_events(
     unreadable = 0
     while True:
         data = await follower.poll()
-        for event in reader.feed(data):
-            yield event
-            if event.type == JobFinished.TYPE:
-                return
+        events = reader.feed(data)
         if reader.unreadable > unreadable:
             yield _alert(conn, f"{reader.unreadable - unreadable} line(s) of {job.id}'s events cannot be read")
             unreadable = reader.unreadable
+        for event in events:
+            yield event
+            if event.type == JobFinished.TYPE:
+                return
         if data:
             pause_s, looked = _FASTEST_POLL_S, time.monotonic()
             if len(data) == _READ_BYTES:

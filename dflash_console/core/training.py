@@ -49,9 +49,7 @@ async def launch_training(
     run_folder = conn.state / layout.run_dir(run)
     await conn.make_dirs(run_folder)
     await _put_recipe(conn, run_folder / "recipe.toml", recipe_path)
-    return await launch(
-        conn, engine, _request(conn, engine, recipe, run, run_folder, target_folder, data, overrides)
-    )
+    return await launch(conn, engine, _request(conn, engine, recipe, run, run_folder, target_folder, data, overrides))
 
 
 async def require_target(conn: HostConnection, name: str) -> PurePosixPath:
@@ -85,9 +83,7 @@ async def _upload_chats(conn: HostConnection, path: Path) -> PurePosixPath:
     try:
         content = await asyncio.to_thread(path.read_bytes)
     except OSError as error:
-        raise NotFoundError(
-            f"Chats {path} cannot be read: {error.strerror}; the recipe names them."
-        ) from error
+        raise NotFoundError(f"Chats {path} cannot be read: {error.strerror}; the recipe names them.") from error
     return await upload_by_content(conn, content, "data", ".jsonl")
 
 

@@ -53,9 +53,7 @@ class ChatSet:
         return sorted(found)
 
 
-def load_chats(
-    paths: Sequence[Path], render: ChatRenderer, stop_ids: Sequence[int], *, max_length: int
-) -> ChatSet:
+def load_chats(paths: Sequence[Path], render: ChatRenderer, stop_ids: Sequence[int], *, max_length: int) -> ChatSet:
     """Read and render all files; rows that cannot be used are skipped and counted by reason.
 
     A row is cut to `max_length` tokens. Raises DataError where a file cannot be read, a line is not JSON, or
@@ -68,9 +66,7 @@ def load_chats(
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise DataError(
-                f"chats {path} cannot be read: {error.strerror}; expected a JSON Lines file"
-            ) from error
+            raise DataError(f"chats {path} cannot be read: {error.strerror}; expected a JSON Lines file") from error
         digest.update(content)
         for number, line in enumerate(content.split(b"\n"), start=1):
             if not line.strip():
@@ -78,18 +74,14 @@ def load_chats(
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise DataError(
-                    f"chats {path}, line {number}: not JSON ({error}); expected one chat a line"
-                ) from error
+                raise DataError(f"chats {path}, line {number}: not JSON ({error}); expected one chat a line") from error
             document = _render_row(row, f"{path.name}:{number}", render, frozenset(stop_ids), max_length)
             if isinstance(document, str):
                 skipped[document] = skipped.get(document, 0) + 1
             else:
                 documents.append(document)
     if not documents:
-        reasons = (
-            ", ".join(f"{count} rows: {reason}" for reason, count in sorted(skipped.items())) or "no rows"
-        )
+        reasons = ", ".join(f"{count} rows: {reason}" for reason, count in sorted(skipped.items())) or "no rows"
         raise DataError(f"no usable chat in {', '.join(str(path) for path in paths)} ({reasons})")
     return ChatSet(tuple(documents), digest.hexdigest(), skipped)
 

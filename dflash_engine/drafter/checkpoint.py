@@ -22,8 +22,7 @@ MODEL_FILES = ("config.json", "model.safetensors")
 def save_drafter(drafter: DFlashDrafter, folder: Path) -> None:
     """Write the `model` set into an existing folder, float32; the caller publishes the folder."""
     tensors = {
-        name: tensor.detach().to("cpu", torch.float32).contiguous()
-        for name, tensor in drafter.state_dict().items()
+        name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in drafter.state_dict().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     # safetensors makes its files private; a checkpoint is read by servers of other users.
@@ -49,14 +48,10 @@ def load_drafter(folder: Path) -> DFlashDrafter:
         drafter = DFlashDrafter(config)
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     faults = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
-    faults += [
-        f"{name} is not a tensor of this architecture" for name in sorted(found.keys() - expected.keys())
-    ]
+    faults += [f"{name} is not a tensor of this architecture" for name in sorted(found.keys() - expected.keys())]
     for name in sorted(expected.keys() & found.keys()):
         if tuple(found[name].shape) != expected[name]:
-            faults.append(
-                f"{name} has shape {tuple(found[name].shape)}, config.json implies {expected[name]}"
-            )
+            faults.append(f"{name} has shape {tuple(found[name].shape)}, config.json implies {expected[name]}")
         elif not bool(torch.isfinite(found[name]).all()):
             faults.append(f"{name} holds NaN or Inf")
     if faults:

@@ -225,9 +225,7 @@ def _rope_theta(document: dict[str, Any]) -> float:
 
 def _block_size(document: dict[str, Any], nested: dict[str, Any]) -> int:
     found = {
-        name: _integer(d, "block_size")
-        for name, d in (("nested", nested), ("top", document))
-        if "block_size" in d
+        name: _integer(d, "block_size") for name, d in (("nested", nested), ("top", document)) if "block_size" in d
     }
     if not found:
         raise CheckpointError("config.json: block_size is missing, at the top level and in dflash_config")

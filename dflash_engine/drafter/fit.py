@@ -22,7 +22,9 @@ def fit_faults(config: DrafterConfig, target: dict[str, Any]) -> list[str]:
     elif max(config.target_layer_ids) >= layers - 1:
         faults.append(f"target_layer_ids {list(config.target_layer_ids)} tap the target's last layer ({layers - 1})")
     if text.get("hidden_size") != config.target_hidden_size:
-        faults.append(f"fc expects states of width {config.target_hidden_size}, the target's have {text.get('hidden_size')}")
+        faults.append(
+            f"fc expects states of width {config.target_hidden_size}, the target's have {text.get('hidden_size')}"
+        )
     if text.get("hidden_size") != config.hidden_size:
         faults.append(
             f"the drafter's hidden size is {config.hidden_size}, the target's embedding and head have "

@@ -57,9 +57,7 @@ class DFlashAttention(nn.Module):
         values = self._split(self.v_proj(x), self.kv_heads)
         return _rotate(self.k_norm(keys), rope), values
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
         """x [b, Q, H], context keys/values [b, kv, T, d], mask bool [b, 1, Q, T + Q] -> [b, Q, H]."""
         queries = _rotate(self.q_norm(self._split(self.q_proj(x), self.heads)), rope)  # [b, n, Q, d]
         block_keys, block_values = self.keys_values(x, rope)
@@ -104,9 +102,7 @@ class DFlashLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DFlashMLP(config)
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
         """[b, Q, H] -> [b, Q, H]; arguments as in DFlashAttention."""
         x = x + self.self_attn(self.input_layernorm(x), rope, context, mask)
         x = x + self.mlp(self.post_attention_layernorm(x))
@@ -119,9 +115,7 @@ class DFlashDrafter(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(
-            len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False
-        )
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList([DFlashLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -19,11 +19,16 @@ class VerificationStep:
     """One verified block."""
 
     offered: int
-    """Drafted tokens of the block: its size less the anchor."""
+    """Drafted tokens that were judged: the block's size less the anchor, or fewer where the text stops before."""
     matched: int
     """Drafted tokens that equal the target's, counted from the first up to the first that differs."""
-    emitted: int
-    """Tokens the step added: matched + 1, or fewer where a stop token or the limit cut it."""
+    tokens: tuple[int, ...]
+    """What the step added: accepted drafts as they were drafted, then the bonus, cut at stop token and limit."""
+
+    @property
+    def emitted(self) -> int:
+        """The step's yield: matched + 1, or fewer where a stop token or the limit cut it."""
+        return len(self.tokens)
 
 
 @dataclass(frozen=True)

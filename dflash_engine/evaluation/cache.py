@@ -36,7 +36,7 @@ def load_references(cache: Path, key: str) -> list[Completion] | None:
     """Stored completions, or None where there are none or they do not hold."""
     try:
         document = json.loads((cache / "references" / f"{key}.json").read_bytes())
-        if document["v"] != 1 or document["key"] != key:
+        if document["v"] != 1 or document["key"] != key or document["sha256"] != _rows_hash(document["completions"]):
             return None
         return [Completion(tuple(row["tokens"]), row["finish"]) for row in document["completions"]]
     except (OSError, ValueError, KeyError, TypeError):
@@ -49,7 +49,9 @@ def store_references(cache: Path, key: str, completions: Sequence[Completion]) -
     rows = [{"tokens": list(completion.tokens), "finish": completion.finish} for completion in completions]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        durable.write_json(folder / f"{key}.json", {"v": 1, "key": key, "completions": rows})
+        durable.write_json(
+            folder / f"{key}.json", {"v": 1, "key": key, "sha256": _rows_hash(rows), "completions": rows}
+        )
     except OSError as error:
         raise RoomError(f"references could not be stored in {folder}: {error.strerror}") from error
 
@@ -80,11 +82,17 @@ def store_states(cache: Path, key: str, states: Sequence[Tensor]) -> None:
         durable.write_json(
             partial / "index.json", {"v": 1, "key": key, "size_bytes": record.size_bytes, "sha256": record.sha256}
         )
-        if final.exists():
-            shutil.rmtree(final)  # it did not hold, or it would have been used
+        if final.exists() and load_states(cache, key, [len(taps) for taps in states]) is None:
+            final.rename(partial.with_name(f"{partial.name}-spoiled"))
         durable.publish_folder(partial, final)
     except FileExistsError:
-        shutil.rmtree(partial, ignore_errors=True)
+        pass
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise RoomError(f"hidden states could not be stored in {final.parent}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial.with_name(f"{partial.name}-spoiled"), ignore_errors=True)
+
+
+def _rows_hash(rows: Sequence[dict[str, Any]]) -> str:
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()

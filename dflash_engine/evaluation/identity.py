@@ -25,12 +25,10 @@ class EvaluationSettings:
     block_size: int = 0
     """Block size of the evaluation; 0: the checkpoint's own."""
     dtype: str = "float32"
-    """Arithmetic of target and drafter."""
+    """Arithmetic of the target; the drafter computes in float32."""
 
 
-def evaluation_id(
-    *, checkpoint: str, target: str, tokenizer: str, prompts: str, settings: EvaluationSettings
-) -> str:
+def evaluation_id(*, checkpoint: str, target: str, tokenizer: str, prompts: str, settings: EvaluationSettings) -> str:
     """Hash of everything an evaluation depends on, 64 hexadecimal digits.
 
     `checkpoint` is `Manifest.model_fingerprint()`, `target` and `tokenizer` are fingerprints

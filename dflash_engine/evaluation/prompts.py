@@ -60,6 +60,6 @@ def _prompt(line: bytes, where: str, fallback_id: str, tokens: TargetTokens) -> 
         raise DataError(f"prompts {where}: expected an object with messages of role and content")
     try:
         rendered = tokens.render(messages, True)
-    except Exception as error:  # noqa: BLE001 # a template may raise anything for roles it does not know
+    except Exception as error:  # a template may raise anything for roles it does not know
         raise DataError(f"prompts {where}: the target's chat template refuses it: {error}") from error
     return Prompt(str(row.get("id", fallback_id)), tuple(rendered))

@@ -7,11 +7,12 @@
 | `target` | `fingerprint`, `tokenizer_fingerprint`, `path` |
 | `settings` | every setting that is part of the id |
 | `prompts_sha256` | over the prompt files' bytes one after the other |
-| `reference` | `kind` (`local`) and `key`, the content key of the stored references |
+| `reference` | `kind` (`local`), `key` (content key of the stored references), `repeatability` in words |
 | `tau`, `tau_per_prompt` | pooled over steps; mean of the prompts' means |
 | `steps`, `tokens`, `histogram`, `acceptance_by_position` | see `acceptance.Acceptance` |
 | `features` | mean, std, finite of `hidden_norm(fc(taps))` on the first prompt |
-| `prompts` | one row a prompt: `id`, `tau` (null without a step), `accepted` (tokens each step yielded), `prompt_tokens`, `completion` (token ids), `finish` |
+| `prompts` | one row a prompt: `id`, `tau` (null without a step), `accepted` (tokens each step yielded) |
+| | and `prompt_tokens`, `completion` (token ids), `finish` (`stop` or `length`) |
 | `engine_hash`, `versions`, `threads`, `seconds` | who computed it, and how long each step took |
 """
 

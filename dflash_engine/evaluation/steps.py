@@ -8,45 +8,39 @@ loaded when one of them is not. The check of `hidden_norm(fc(taps))` is made as 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import sys
-import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
-from dflash_engine import durable, manifest
-from dflash_engine.drafter.checkpoint import load_drafter
-from dflash_engine.drafter.fit import fit_faults
+from dflash_engine import durable
 from dflash_engine.drafter.model import DFlashDrafter
 from dflash_engine.errors import CheckpointError, DataError, EngineError, RoomError, TargetError
 from dflash_engine.evaluation.acceptance import summarise
 from dflash_engine.evaluation.cache import content_key, load_references, load_states, store_references, store_states
+from dflash_engine.evaluation.checkpoint import open_checkpoint
 from dflash_engine.evaluation.identity import EvaluationSettings, evaluation_id
+from dflash_engine.evaluation.progress import StepEvents
 from dflash_engine.evaluation.prompts import PromptSet, load_prompts
 from dflash_engine.evaluation.report import FeatureCheck, PromptRow, build_result
 from dflash_engine.evaluation.walk import ReferencePath, walk
-from dflash_engine.events import Alert, EvalPrompt, EvalResult, EvalStep, EventWriter, JobStarted
+from dflash_engine.events import Alert, EventWriter, JobStarted
 from dflash_engine.fingerprint import model_fingerprint, tokenizer_fingerprint
 from dflash_engine.probe import memory_bytes
 from dflash_engine.target.capture import capture
 from dflash_engine.target.embedding import load_embedding_and_head
 from dflash_engine.target.greedy import Completion, greedy_decode
 from dflash_engine.target.load import Target, load_target
-from dflash_engine.target.tokens import TargetTokens, load_tokens
+from dflash_engine.target.tokens import load_tokens
 
 __all__ = ["EvaluateRequest", "evaluate", "main"]
-
-_PROGRESS_INTERVAL_S = 0.5
-_NAMES = ("target", "drafter checkpoint", "greedy references", "hidden states", "drafter evaluation")
 
 
 @dataclass(frozen=True)
@@ -66,12 +60,15 @@ class EvaluateRequest:
 def main(argv: list[str]) -> int:
     """Run an evaluation from the command line; returns the exit code of the error's class."""
     torch.set_flush_denormal(True)  # before the first thread
-    os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would compete with torch's
     arguments = _parse(argv)
     torch.set_num_threads(arguments.threads or len(os.sched_getaffinity(0)))
-    arguments.out.mkdir(parents=True, exist_ok=True)
     job_dir = Path(os.environ.get("DFLASH_JOB_DIR", arguments.out))
-    writer = EventWriter(job_dir / "events.jsonl")
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        writer = EventWriter(job_dir / "events.jsonl")
+    except OSError as error:
+        return _fail(RoomError(f"{error.filename} cannot be written: {error.strerror}; name a folder that can be"))
     writer.write(JobStarted(os.environ.get("DFLASH_JOB_ID", job_dir.name), "evaluate"))
     request = EvaluateRequest(
         target=arguments.target,
@@ -91,9 +88,13 @@ def main(argv: list[str]) -> int:
         evaluate(request, writer)
     except EngineError as error:
         writer.write(Alert("error", str(error)))
-        print(f"dflash-engine: error: {error}", file=sys.stderr)  # noqa: T201 # the engine's error line
-        return error.exit_code
+        return _fail(error)
     return 0
+
+
+def _fail(error: EngineError) -> int:
+    sys.stderr.write(f"dflash-engine: error: {error}\n")
+    return error.exit_code
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -103,13 +104,23 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for result.json")
     parser.add_argument("--cache", type=Path, help="references and hidden states; default OUT/cache")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--limit", type=int, default=0)
-    parser.add_argument("--block-size", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--max-new-tokens", type=_at_least(1), default=128)
+    parser.add_argument("--limit", type=_at_least(0), default=0)
+    parser.add_argument("--block-size", type=_at_least(0), default=0)
+    parser.add_argument("--threads", type=_at_least(0), default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--id", default="", help="fail where the evaluation's id is another one")
     return parser.parse_args(argv)
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    return count
 
 
 def evaluate(request: EvaluateRequest, writer: EventWriter) -> dict[str, Any]:
@@ -124,19 +135,18 @@ class _Evaluation:
     def __init__(self, request: EvaluateRequest, writer: EventWriter) -> None:
         self._request = request
         self._writer = writer
-        self._seconds: dict[str, float] = {}
-        self._last_progress = 0.0
+        self._events = StepEvents(writer)
 
     def run(self) -> dict[str, Any]:
         request = self._request
-        with self._step(1) as done:
+        with self._events.step(1) as done:
             tokens = load_tokens(request.target)
             target_print = model_fingerprint(request.target)
             tokenizer_print = tokenizer_fingerprint(request.target)
             prompts = load_prompts(request.prompts, tokens, limit=request.settings.limit)
             done("done", f"{target_print[:12]}, {len(prompts.prompts)} prompts, {self._memory_plan()}")
-        with self._step(2) as done:
-            drafter, checkpoint = self._load_drafter(target_print)
+        with self._events.step(2) as done:
+            drafter, checkpoint = self._open_checkpoint(target_print)
             block_size = request.settings.block_size or drafter.config.block_size
             if not 2 <= block_size <= drafter.config.block_size:
                 raise CheckpointError(
@@ -154,18 +164,19 @@ class _Evaluation:
             stop_ids=tokens.stop_ids,
             max_new_tokens=request.settings.max_new_tokens,
             dtype=request.settings.dtype,
+            versions=[torch.__version__, transformers.__version__],
         )
-        with self._step(3) as done:
+        with self._events.step(3) as done:
             completions, how = self._references(reference_key, prompts)
             done(how, f"{sum(len(c.tokens) for c in completions)} tokens")
-        with self._step(4) as done:
+        with self._events.step(4) as done:
             paths, how = self._paths(reference_key, prompts, completions, layer_ids)
             features = _check_features(drafter, paths[0])
             done(how, f"fc mean {features.mean:.4f} std {features.std:.4f} on the first prompt")
-        with self._step(5) as done:
+        with self._events.step(5) as done:
             embedding, head = load_embedding_and_head(request.target, dtype=torch.float32)
             traces = walk(
-                drafter, embedding, head, paths, block_size=block_size, progress=self._progress(5, "tokens")
+                drafter, embedding, head, paths, block_size=block_size, progress=self._events.progress(5, "tokens")
             )
             rows = [
                 PromptRow(prompt.id, len(prompt.tokens), completion.tokens, completion.finish, trace)
@@ -178,7 +189,6 @@ class _Evaluation:
             except ValueError as error:
                 raise DataError(f"{error}; choose other prompts") from error
             done("done", f"tau {acceptance.tau:.3f}")
-        self._announce(identity, rows, acceptance.tau, acceptance, checkpoint)
         result = build_result(
             evaluation=identity,
             checkpoint={**checkpoint, "block_size": block_size, "target_layer_ids": layer_ids},
@@ -189,14 +199,18 @@ class _Evaluation:
             },
             settings=request.settings,
             prompts_sha256=prompts.sha256,
-            reference={"kind": "local", "key": reference_key},
+            reference={"kind": "local", "key": reference_key, "repeatability": _repeatability(request.settings.dtype)},
             acceptance=acceptance,
             features=features,
             rows=rows,
             engine_hash=os.environ.get("DFLASH_ENGINE_HASH", ""),
-            seconds=self._seconds,
+            seconds=self._events.seconds,
         )
-        durable.write_json(request.out / "result.json", result)
+        try:
+            durable.write_json(request.out / "result.json", result)
+        except OSError as error:
+            raise RoomError(f"{request.out / 'result.json'} could not be written: {error.strerror}") from error
+        self._events.result(identity, f"{checkpoint['run']}:step_{checkpoint['step']}", rows, acceptance)
         return result
 
     @cached_property
@@ -218,36 +232,19 @@ class _Evaluation:
             )
         return f"about {needed / 2**30:.1f} of {available / 2**30:.1f} GiB memory"
 
-    def _load_drafter(self, target_print: str) -> tuple[DFlashDrafter, dict[str, Any]]:
-        """The drafter and its identity; refused where it does not hold its manifest or does not fit the target."""
+    def _open_checkpoint(self, target_print: str) -> tuple[DFlashDrafter, dict[str, Any]]:
         folder = self._request.drafter
-        drafter = load_drafter(folder)
-        target_config = json.loads((self._request.target / "config.json").read_bytes())
-        faults = fit_faults(drafter.config, target_config)
-        if faults:
-            raise CheckpointError(f"{folder} does not fit the target: {'; '.join(faults)}")
-        try:
-            record = manifest.parse_manifest((folder / manifest.MANIFEST_NAME).read_bytes())
-        except (OSError, manifest.ManifestError) as error:
-            raise CheckpointError(f"{folder}: {error}; stage the checkpoint, which gives it a manifest") from error
-        faults = manifest.verify_files(folder, record.model)
-        if faults:
-            raise CheckpointError(f"{folder} is not what its manifest says: {'; '.join(faults)}")
+        drafter, record = open_checkpoint(folder, self._request.target)
         if record.target_fingerprint and record.target_fingerprint != target_print:
-            self._writer.write(
-                Alert(
-                    "warning",
-                    f"the drafter was trained for target {record.target_fingerprint[:12]}, this one is "
-                    f"{target_print[:12]}",
-                )
-            )
-        checkpoint = {
+            made_for = record.target_fingerprint[:12]
+            message = f"the drafter was trained for target {made_for}, this one is {target_print[:12]}"
+            self._writer.write(Alert("warning", message))
+        return drafter, {
             "fingerprint": record.model_fingerprint(),
             "run": record.run,
             "step": record.step,
             "path": str(folder),
         }
-        return drafter, checkpoint
 
     def _identity(self, checkpoint: str, target: str, tokenizer: str, prompts: PromptSet) -> str:
         identity = evaluation_id(
@@ -273,7 +270,7 @@ class _Evaluation:
             self._target,
             [prompt.tokens for prompt in prompts.prompts],
             max_new_tokens=self._request.settings.max_new_tokens,
-            progress=self._progress(3, "tokens"),
+            progress=self._events.progress(3, "tokens"),
         )
         store_references(self._request.cache, key, completions)
         return completions, "done"
@@ -292,13 +289,13 @@ class _Evaluation:
             states, how = self._capture(texts, layer_ids), "done"
             store_states(self._request.cache, key, states)
         paths = [
-            ReferencePath(len(prompt.tokens), text, taps)
+            ReferencePath(len(prompt.tokens), text, taps, self._request.settings.max_new_tokens)
             for prompt, text, taps in zip(prompts.prompts, texts, states, strict=True)
         ]
         return paths, how
 
     def _capture(self, texts: list[Tensor], layer_ids: list[int]) -> list[Tensor]:
-        progress = self._progress(4, "tokens")
+        progress = self._events.progress(4, "tokens")
         total = sum(len(text) for text in texts)
         done = 0
         states = []
@@ -312,58 +309,12 @@ class _Evaluation:
             progress(done, total)
         return states
 
-    def _announce(self, identity: str, rows: list[PromptRow], tau: float, acceptance: Any, checkpoint: Any) -> None:
-        for row in rows:
-            mean = row.trace.tau
-            self._writer.write(
-                EvalPrompt(
-                    prompt=row.id,
-                    tau=math.nan if mean is None else mean,
-                    steps=len(row.trace.steps),
-                    tokens=len(row.completion),
-                    accepted=row.trace.yields,
-                )
-            )
-        self._writer.write(
-            EvalResult(
-                evaluation=identity,
-                checkpoint=f"{checkpoint['run']}:step_{checkpoint['step']}",
-                tau=tau,
-                tau_per_prompt=acceptance.tau_per_prompt,
-                steps=acceptance.steps,
-                prompts=len(rows),
-                acceptance_by_position=list(acceptance.acceptance_by_position),
-                seconds=round(sum(self._seconds.values()), 3),
-            )
-        )
 
-    @contextmanager
-    def _step(self, n: int) -> Any:
-        """Announce a step's start; the body calls the given function with state and detail at its end."""
-        began = time.perf_counter()
-        self._writer.write(EvalStep(n, _NAMES[n - 1], "started"))
-        self._last_progress = time.perf_counter()
-
-        def done(state: str, detail: str) -> None:
-            self._seconds[_NAMES[n - 1]] = time.perf_counter() - began
-            self._writer.write(
-                EvalStep(n, _NAMES[n - 1], state, detail=f"{detail}, {time.perf_counter() - began:.1f} s")
-            )
-
-        yield done
-
-    def _progress(self, n: int, unit: str) -> Callable[[int, int], None]:
-        began = time.perf_counter()
-
-        def report(done: int, total: int) -> None:
-            now = time.perf_counter()
-            if now - self._last_progress < _PROGRESS_INTERVAL_S:
-                return
-            self._last_progress = now
-            eta_s = (now - began) * (total - done) / done if done else None
-            self._writer.write(EvalStep(n, _NAMES[n - 1], "progress", 5, done, total, unit, eta_s))
-
-        return report
+def _repeatability(dtype: str) -> str:
+    """What a person should know before they compare with references made elsewhere."""
+    if dtype == "float32":
+        return "float32: the same tokens whatever the batch, except where two logits are within rounding"
+    return f"{dtype}: another batch, thread count or torch may change tokens where two logits are close"
 
 
 @torch.no_grad()
@@ -376,10 +327,18 @@ def _check_features(drafter: DFlashDrafter, path: ReferencePath) -> FeatureCheck
 
 
 def _require_lossless(row: PromptRow) -> None:
-    """The prefill's token and all yields are the whole reference, or the walk is wrong."""
-    emitted = 1 + sum(row.trace.yields)
-    if emitted != len(row.completion):
-        raise EngineError(f"prompt {row.id}: {emitted} tokens were walked, the reference has {len(row.completion)}")
+    """Prefill token, accepted drafts and bonuses are the reference, token for token, or a draft went unverified."""
+    walked = row.completion[:1] + tuple(token for step in row.trace.steps for token in step.tokens)
+    if walked == row.completion:
+        return
+    same = next(
+        (i for i, (ours, theirs) in enumerate(zip(walked, row.completion, strict=False)) if ours != theirs),
+        min(len(walked), len(row.completion)),
+    )
+    raise EngineError(
+        f"prompt {row.id}: the walk's {len(walked)} tokens differ from the reference's {len(row.completion)} at "
+        f"token {same}; its acceptance length means nothing. Please report this"
+    )
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ class ReferencePath:
     """[S] int64: prompt and completion."""
     taps: Tensor
     """[S, K * H_target]: tapped states; the last position's are never needed."""
+    max_new_tokens: int
+    """The limit under which the completion was made: it shrinks the last blocks, a stop token does not."""
 
     @property
     def first_anchor(self) -> int:
@@ -53,10 +55,11 @@ def walk(
 ) -> list[PromptTrace]:
     """The verification steps of every path, in the order given.
 
-    embedding and head [V, H] are the target's. The last block shrinks to the tokens still there + 1, as a
-    limit or a stop token makes it shrink; `progress` hears of completion tokens walked and in all.
+    embedding and head [V, H] are the target's. The last block shrinks to the tokens still allowed + 1; a
+    drafter does not know of a stop token ahead, so that one shrinks nothing, and slots behind it are judged by
+    nobody. `progress` hears of tokens walked and in all, those of the prefill left out.
     """
-    total = sum(len(path.tokens) - path.prompt_length for path in paths)
+    total = sum(len(path.tokens) - 1 - path.first_anchor for path in paths)
     walked = 0
     traces: dict[int, PromptTrace] = {}
     for chosen in _batches(paths):
@@ -92,6 +95,7 @@ class _Lockstep:
         self._paths = paths
         self._ends = torch.tensor([len(path.tokens) for path in paths])
         self._anchors = torch.tensor([path.first_anchor for path in paths])
+        self._limits = torch.tensor([path.prompt_length + path.max_new_tokens for path in paths])
         self._steps: list[list[VerificationStep]] = [[] for _ in paths]
         longest = int(self._ends.max())
         self._tokens = torch.zeros(len(paths), longest + block_size, dtype=torch.int64)  # [b, T + B]
@@ -113,23 +117,32 @@ class _Lockstep:
 
     def advance(self) -> bool:
         """One verification step for each path that has tokens left; False when none has."""
-        left = self._ends - 1 - self._anchors  # tokens behind the anchor
+        left = self._ends - 1 - self._anchors  # tokens of the reference behind the anchor
         rows = (left > 0).nonzero().flatten()
         if not len(rows):
             return False
         anchors, left = self._anchors[rows], left[rows]
-        sizes = (left + 1).clamp(max=self._block_size)  # the last block shrinks
+        # Tokens still allowed + 1 is the limit less the anchor: the anchor itself is one of those counted.
+        sizes = (self._limits[rows] - anchors).clamp(max=self._block_size)
         drafted = self._draft(rows, anchors, sizes)  # [r, B - 1]
         slots = torch.arange(1, self._block_size)
         wanted = self._tokens[rows[:, None], anchors[:, None] + slots]  # [r, B - 1]
-        offered = slots < sizes[:, None]
-        matched = ((drafted == wanted) & offered).long().cumprod(dim=1).sum(dim=1)
+        offered = torch.minimum(sizes - 1, left)
+        agrees = (drafted == wanted) & (slots <= offered[:, None])
+        matched = agrees.long().cumprod(dim=1).sum(dim=1)
         emitted = torch.minimum(matched + 1, left)
-        self._anchors[rows] += emitted
-        for row, size, good, new in zip(
-            rows.tolist(), sizes.tolist(), matched.tolist(), emitted.tolist(), strict=True
+        for row, anchor, slots_judged, good, new, guesses in zip(
+            rows.tolist(),
+            anchors.tolist(),
+            offered.tolist(),
+            matched.tolist(),
+            emitted.tolist(),
+            drafted.tolist(),
+            strict=True,
         ):
-            self._steps[row].append(VerificationStep(offered=size - 1, matched=good, emitted=new))
+            bonus = self._tokens[row, anchor + good + 1 : anchor + new + 1].tolist()
+            self._steps[row].append(VerificationStep(slots_judged, good, (*guesses[:good], *bonus)))
+        self._anchors[rows] += emitted
         return True
 
     def _draft(self, rows: Tensor, anchors: Tensor, sizes: Tensor) -> Tensor:

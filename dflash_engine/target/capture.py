@@ -19,7 +19,11 @@ __all__ = ["capture", "check_layer_ids"]
 
 
 class _LastTapReachedError(Exception):
-    """Leaves the target's forward once the last tapped block has run; later blocks and the head are not needed."""
+    """Leaves the target's forward once the last tapped block has run; later blocks and the head are not needed.
+
+    A shortened list of blocks would do too, but it changes the model that other calls use, and models index
+    what they keep for each block by the configuration's count.
+    """
 
 
 def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> None:

@@ -47,6 +47,9 @@ def convert_gguf(gguf: Path, out: Path, progress: Callable[[str], None]) -> None
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     except Exception as error:  # transformers and gguf raise anything for a damaged file
         raise TargetError(f"{gguf} cannot be converted: {type(error).__name__}: {error}") from error
+    if isinstance(model.config.eos_token_id, int):
+        # transformers 5.8 gives the tokenizer another end token than the file's.
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     partial = out.with_name(f"{out.name}{layout.PARTIAL_MARK}{os.getpid()}")
     try:
         partial.mkdir(parents=True)

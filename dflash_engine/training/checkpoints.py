@@ -121,9 +121,7 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def restore(
-    path: Path, drafter: DFlashDrafter, optimizer: DrafterOptimizer, identity: RunIdentity
-) -> Position:
+def restore(path: Path, drafter: DFlashDrafter, optimizer: DrafterOptimizer, identity: RunIdentity) -> Position:
     """Load weights, moments and position. Raises CheckpointError where the checkpoint is of another training."""
     stored = manifest.parse_manifest((path / manifest.MANIFEST_NAME).read_bytes())
     for what, found, expected in (

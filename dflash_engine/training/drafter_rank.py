@@ -202,9 +202,7 @@ class DrafterTraining:
             if last:
                 raise
             return
-        self._writer.write(
-            TrainCheckpoint(self._position.step, path.name, size, round(time.perf_counter() - began, 3))
-        )
+        self._writer.write(TrainCheckpoint(self._position.step, path.name, size, round(time.perf_counter() - began, 3)))
 
     def _drop(self, index: int) -> None:
         """Count what was not trained on; a run that drops a fifth of its data ends."""

@@ -44,9 +44,7 @@ def block_loss(hidden: Tensor, labels: Tensor, counted: Tensor, head: Tensor, ga
     the loss is left out by indexing, so whatever stands there cannot poison the sum.
     """
     if labels.shape != counted.shape or hidden.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)}, labels {tuple(labels.shape)}, counted {tuple(counted.shape)}"
-        )
+        raise ValueError(f"hidden {tuple(hidden.shape)}, labels {tuple(labels.shape)}, counted {tuple(counted.shape)}")
     weights = slot_weights(labels.shape[2], gamma).to(hidden.device).expand(labels.shape)[counted]  # [n]
     logits = (hidden[counted] @ head.T).float()  # [n, V]
     wanted = labels[counted]

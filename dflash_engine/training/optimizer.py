@@ -84,9 +84,7 @@ class DrafterOptimizer:
         expected = {f"{name}.{key}" for name in self._names for key in _STATE_KEYS}
         if expected != tensors.keys():
             odd = sorted(expected ^ tensors.keys())
-            raise CheckpointError(
-                f"{path}: optimizer state does not fit the drafter, first difference {odd[0]}"
-            )
+            raise CheckpointError(f"{path}: optimizer state does not fit the drafter, first difference {odd[0]}")
         for name, parameter in self._named():
             self._adamw.state[parameter] = {key: tensors[f"{name}.{key}"] for key in _STATE_KEYS}
 

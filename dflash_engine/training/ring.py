@@ -97,7 +97,10 @@ def slot_of(micro_batch: int, drafter_ranks: int, slots: int) -> int:
 class Ring:
     """One mapping of the shared ring; create it in the reader, open it in the writers."""
 
-    def __init__(self, path: Path, shape: RingShape, *, drafter_ranks: int = 1, create: bool = False) -> None:
+    def __init__(
+        self, path: Path, shape: RingShape, *, drafter_ranks: int = 1, create: bool = False, first: int = 0
+    ) -> None:
+        """`first` is the micro-batch with which the reader begins; a resumed job does not begin with 0."""
         self.shape = shape
         self._drafter_ranks = drafter_ranks
         self._barrier = threading.Lock()
@@ -113,9 +116,10 @@ class Ring:
         self._words = words
         self._payload_start = (_GLOBAL_WORDS + shape.slots * _SLOT_WORDS) * 8
         if create:
+            number = first // drafter_ranks
             for slot in range(shape.slots):
-                # The first micro-batch that may enter slot s is number s of this ring.
-                words[self._slot_word(slot, 1)] = slot
+                # The first micro-batch that may enter a slot is the first from `first` on that belongs there.
+                words[self._slot_word(slot, 1)] = number + (slot - number) % shape.slots
                 words[self._slot_word(slot, 0)] = -1
             words[0] = _MAGIC
         elif words[0] != _MAGIC:
@@ -128,9 +132,7 @@ class Ring:
         """
         slot = slot_of(batch.index, self._drafter_ranks, self.shape.slots)
         number = batch.index // self._drafter_ranks
-        waited = self._wait(
-            lambda: self._load(slot, 1) == number, reader, "the drafter rank", ended=self._is_closed
-        )
+        waited = self._wait(lambda: self._load(slot, 1) == number, reader, "the drafter rank", ended=self._is_closed)
         rows, length = batch.input_ids.shape
         ids, supervised, taps = self._views(slot, rows, length)
         ids.copy_(batch.input_ids)
@@ -231,9 +233,7 @@ class Ring:
         positions = rows * length
         ids = torch.frombuffer(self._memory, dtype=torch.int64, count=positions, offset=start)
         start += positions * 8
-        taps = torch.frombuffer(
-            self._memory, dtype=torch.float32, count=positions * shape.features, offset=start
-        )
+        taps = torch.frombuffer(self._memory, dtype=torch.float32, count=positions * shape.features, offset=start)
         start += positions * shape.features * 4
         supervised = torch.frombuffer(self._memory, dtype=torch.bool, count=positions, offset=start)
         return (

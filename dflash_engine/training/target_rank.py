@@ -104,9 +104,7 @@ def _states(number: int, document: Document, capture: CaptureDocument, cache: St
     return taps
 
 
-def _assemble(
-    index: int, documents: list[Document], taps: list[Tensor], start: float, waited: float
-) -> MicroBatch:
+def _assemble(index: int, documents: list[Document], taps: list[Tensor], start: float, waited: float) -> MicroBatch:
     length = bucket_length(max(len(document.tokens) for document in documents))
     rows = len(documents)
     ids = torch.zeros(rows, length, dtype=torch.int64)

@@ -66,9 +66,7 @@ class _Meeting:
 
 def main(argv: list[str]) -> int:
     """Run this rank to its end; returns the exit code. Needs torchrun's environment."""
-    torch.set_flush_denormal(
-        True
-    )  # before the first thread: one denormal-ridden run fell to a tenth of its speed
+    torch.set_flush_denormal(True)  # before the first thread: one denormal-ridden run fell to a tenth of its speed
     die_with_parent()
     arguments = _parse(argv)
     rank = int(os.environ.get("RANK", "-1"))
@@ -95,9 +93,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--run-dir", dest="run", type=Path, required=True, help="the run's folder; resumed where it has checkpoints"
     )
     parser.add_argument("--data", type=Path, nargs="+", help="chats to train on instead of the recipe's")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override the recipe"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override the recipe")
     parser.add_argument("--job", type=Path, help="job folder for events and control; default $DFLASH_JOB_DIR")
     return parser.parse_args(argv)
 
@@ -111,9 +107,7 @@ def _job_of(arguments: argparse.Namespace, rank: int) -> _Job:
         int(os.environ["WORLD_SIZE"]),
     )
     if wanted != found:
-        raise RecipeError(
-            f"the recipe needs {wanted} ranks, torchrun started {found}; use --nproc-per-node {wanted}"
-        )
+        raise RecipeError(f"the recipe needs {wanted} ranks, torchrun started {found}; use --nproc-per-node {wanted}")
     return _Job(recipe, arguments.target, tuple(data), arguments.run, job_dir, rank)
 
 
@@ -164,13 +158,13 @@ def _drafter_main(job: _Job) -> int:
     writer = EventWriter(job.job_dir / "events.jsonl")
     try:
         training, ring_path, shape, position = _prepare_drafter(job, writer)
-        ring = Ring(ring_path, shape, create=True)
+        first = position.step * job.recipe.train.micro_batches_per_step
+        ring = Ring(ring_path, shape, create=True, first=first)
     except EngineError as error:
         _meet(_Meeting(job.rank, _self_identity(), str(error)))
         code = _report(error, writer)
         dist.barrier()
         return code
-    first = position.step * job.recipe.train.micro_batches_per_step
     meetings = _meet(_Meeting(job.rank, _self_identity(), ring=str(ring_path), first=first))
     faults = [f"target rank {meeting.rank}: {meeting.fault}" for meeting in meetings if meeting.fault]
     if faults:
@@ -244,9 +238,7 @@ def _drafter_config(recipe: Recipe, target: dict[str, Any], tokens: TargetTokens
     heads = wanted.attention_heads or target["num_attention_heads"]
     hidden_size = wanted.hidden_size or target["hidden_size"]
     if hidden_size != target["hidden_size"]:
-        raise RecipeError(
-            f"'drafter.hidden_size' is {hidden_size}, the target's embedding has {target['hidden_size']}"
-        )
+        raise RecipeError(f"'drafter.hidden_size' is {hidden_size}, the target's embedding has {target['hidden_size']}")
     if wanted.mask_token_id in tokens.stop_ids:
         raise RecipeError(f"'drafter.mask_token_id' {wanted.mask_token_id} is a stop token of the target")
     last = target["num_hidden_layers"] - 1
@@ -261,9 +253,7 @@ def _drafter_config(recipe: Recipe, target: dict[str, Any], tokens: TargetTokens
         num_hidden_layers=wanted.layers,
         num_attention_heads=heads,
         num_key_value_heads=wanted.key_value_heads or target.get("num_key_value_heads", heads),
-        head_dim=wanted.head_dim
-        or target.get("head_dim")
-        or target["hidden_size"] // target["num_attention_heads"],
+        head_dim=wanted.head_dim or target.get("head_dim") or target["hidden_size"] // target["num_attention_heads"],
         rms_norm_eps=float(target["rms_norm_eps"]),
         rope_theta=float(rope.get("rope_theta", target.get("rope_theta", 10_000.0))),
         max_position_embeddings=target["max_position_embeddings"],

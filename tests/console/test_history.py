@@ -65,9 +65,7 @@ def test_a_file_that_is_no_database_is_one_sentence(tmp_path: Path) -> None:
         History(path)
 
 
-def test_a_locked_history_fails_to_write_with_a_history_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_locked_history_fails_to_write_with_a_history_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_console.core.history._BUSY_TIMEOUT_S", 0.05)
     with History(tmp_path / "h.sqlite3") as history:
         other = sqlite3.connect(tmp_path / "h.sqlite3", isolation_level=None)

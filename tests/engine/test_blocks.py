@@ -89,9 +89,7 @@ def test_t6_padding_blocks_and_padding_rows_change_nothing_and_stay_finite() -> 
     long, short = torch.randn(1, 40, 128, generator=generator), torch.randn(1, 12, 128, generator=generator)
     embedding, head = load_embedding_and_head(TARGET, dtype=torch.float32)
 
-    def gradient(
-        taps: torch.Tensor, ids: torch.Tensor, supervised: torch.Tensor, count: int
-    ) -> list[torch.Tensor]:
+    def gradient(taps: torch.Tensor, ids: torch.Tensor, supervised: torch.Tensor, count: int) -> list[torch.Tensor]:
         anchors = [eligible_anchors(row)[:count] for row in supervised]
         blocks = build_blocks(ids, supervised, anchors, count=count, block_size=8, mask_id=509)
         hidden = _train_pass(drafter, taps, embedding[blocks.input_ids], blocks.anchors)
@@ -166,9 +164,7 @@ def test_t2_slot_k_predicts_the_token_at_anchor_plus_k() -> None:
 
 def test_an_unsupervised_hole_ends_the_block() -> None:
     supervised = torch.tensor([[True, True, False, True, True]])
-    blocks = build_blocks(
-        torch.arange(5)[None], supervised, [torch.tensor([0])], count=1, block_size=5, mask_id=7
-    )
+    blocks = build_blocks(torch.arange(5)[None], supervised, [torch.tensor([0])], count=1, block_size=5, mask_id=7)
     assert blocks.counted[0, 0].tolist() == [False, True, False, False, False]
 
 

@@ -60,9 +60,7 @@ def test_a_row_is_cut_inside_its_answer(tmp_path: Path) -> None:
 
 
 def test_a_document_ends_with_its_last_supervised_token(tmp_path: Path) -> None:
-    (document,) = load_chats(
-        [write(tmp_path / "c.jsonl", chat("q", "ab"))], render, [STOP], max_length=99
-    ).documents
+    (document,) = load_chats([write(tmp_path / "c.jsonl", chat("q", "ab"))], render, [STOP], max_length=99).documents
     assert document.tokens[-1] == STOP
     assert document.supervised[-1]
 
@@ -112,9 +110,7 @@ def test_micro_batches_cover_the_stream_without_gaps_and_repeat_in_a_new_process
     order = BatchOrder(7, 2, 5)
     positions = [p for i in range(10) for p in order.positions(i)]
     assert positions == list(range(20))
-    assert [order.document_at(p) for p in positions] == [
-        BatchOrder(7, 2, 5).document_at(p) for p in positions
-    ]
+    assert [order.document_at(p) for p in positions] == [BatchOrder(7, 2, 5).document_at(p) for p in positions]
 
 
 def test_derived_seeds_differ_by_purpose() -> None:

@@ -54,9 +54,7 @@ def test_context_keys_and_values_equal_the_published_cache(drafter: DFlashDrafte
         torch.testing.assert_close(values, case[f"cached.step1.cache_value{layer}"], atol=5e-5, rtol=0)
 
 
-def test_a_saved_drafter_is_the_loaded_one_with_the_published_names(
-    drafter: DFlashDrafter, tmp_path: Path
-) -> None:
+def test_a_saved_drafter_is_the_loaded_one_with_the_published_names(drafter: DFlashDrafter, tmp_path: Path) -> None:
     save_drafter(drafter, tmp_path)
     written = load_file(tmp_path / "model.safetensors")
     published = load_file(DRAFTER / "model.safetensors")

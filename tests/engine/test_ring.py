@@ -70,6 +70,15 @@ def test_a_writer_waits_for_exactly_its_slot(tmp_path: Path) -> None:
     assert [ring.get(index, me())[0].index for index in (1, 2)] == [1, 2]
 
 
+@pytest.mark.parametrize("first", [1, 2, 7])
+def test_a_resumed_ring_begins_with_any_micro_batch(tmp_path: Path, first: int) -> None:
+    ring = Ring(tmp_path / "ring", SHAPE, create=True, first=first)
+    for index in range(first, first + 5):
+        ring.put(batch(index), me())
+        assert ring.get(index, me())[0].index == index
+        ring.release(index)
+
+
 @given(drafters=st.integers(1, 4), slots=st.integers(1, 6))
 def test_micro_batches_of_one_drafter_rank_fill_the_slots_in_turn(drafters: int, slots: int) -> None:
     for rank in range(drafters):
