@@ -298,6 +298,7 @@ def _detach(folder: Path) -> dict[str, Any]:
             [sys.executable, "-P", "-m", "dflash_engine.supervise", str(folder)],
             cwd=folder,
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,
         )

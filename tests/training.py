@@ -81,7 +81,11 @@ def start_training(
 def train(recipe: Path, target: Path, run: Path, job: Path, *overrides: str, ranks: int = 2) -> tuple[int, str]:
     """Train to the end; returns the exit code and everything that was printed."""
     process = start_training(recipe, target, run, job, *overrides, ranks=ranks)
-    output, _ = process.communicate(timeout=120)
+    try:
+        output, _ = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its ranks die with it
+        raise
     return process.returncode, output
 
 

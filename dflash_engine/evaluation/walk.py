@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dflash_engine.drafter.model import ContextKV, DFlashDrafter
 from dflash_engine.evaluation.acceptance import PromptTrace, VerificationStep
@@ -124,12 +123,11 @@ class _Lockstep:
         anchors, left = self._anchors[rows], left[rows]
         # Tokens still allowed + 1 is the limit less the anchor: the anchor itself is one of those counted.
         sizes = (self._limits[rows] - anchors).clamp(max=self._block_size)
-        drafted = self._draft(rows, anchors, sizes)  # [r, B - 1]
+        hidden = self._draft(rows, anchors, sizes)  # [r, B - 1, H]
         slots = torch.arange(1, self._block_size)
         wanted = self._tokens[rows[:, None], anchors[:, None] + slots]  # [r, B - 1]
         offered = torch.minimum(sizes - 1, left)
-        agrees = (drafted == wanted) & (slots <= offered[:, None])
-        matched = agrees.long().cumprod(dim=1).sum(dim=1)
+        drafted, matched = self._verify(hidden, wanted, offered)
         emitted = torch.minimum(matched + 1, left)
         for row, anchor, slots_judged, good, new, guesses in zip(
             rows.tolist(),
@@ -146,7 +144,7 @@ class _Lockstep:
         return True
 
     def _draft(self, rows: Tensor, anchors: Tensor, sizes: Tensor) -> Tensor:
-        """The drafted ids [r, B - 1] of blocks at anchors [r]; slots at and beyond a block's size mean nothing."""
+        """States [r, B - 1, H] of the drafted slots of blocks at anchors [r]; those beyond a block's size mean nothing."""
         block = self._block_size
         slots = torch.arange(block)
         ids = torch.full((len(rows), block), self._drafter.config.mask_token_id)
@@ -159,6 +157,24 @@ class _Lockstep:
         # itself, so that no softmax row is empty.
         inside = (slots < sizes[:, None])[:, None].expand(-1, block, -1) | torch.eye(block, dtype=torch.bool)
         mask = torch.cat([before, inside], dim=2)[:, None]  # [r, 1, B, T + B]
-        hidden = self._drafter(self._embedding[ids], positions, context, mask)
-        logits = functional.linear(hidden[:, 1:].flatten(0, 1), self._head)  # [r * (B - 1), V]
-        return logits.argmax(dim=-1).view(len(rows), block - 1)
+        states: Tensor = self._drafter(self._embedding[ids], positions, context, mask)
+        return states[:, 1:]
+
+    def _verify(self, hidden: Tensor, wanted: Tensor, offered: Tensor) -> tuple[Tensor, Tensor]:
+        """(drafted ids [r, B - 1], matched [r]) of slot states [r, B - 1, H] against wanted ids [r, B - 1].
+
+        The head is most of a step's arithmetic, so it is computed slot by slot and only for blocks that still
+        match; slots behind a mismatch are never drafted and stay -1.
+        """
+        drafted = torch.full_like(wanted, -1)
+        matched = torch.zeros_like(offered)
+        going = torch.arange(len(hidden))
+        for slot in range(self._block_size - 1):
+            going = going[(matched[going] == slot) & (offered[going] > slot)]
+            if not len(going):
+                break
+            # Weights times states: with few rows on a CPU almost twice as fast as states times weights.
+            logits = self._head @ hidden[going, slot].T  # [V, going]
+            drafted[going, slot] = logits.max(dim=0).indices
+            matched[going] += (drafted[going, slot] == wanted[going, slot]).long()
+        return drafted, matched

@@ -34,7 +34,7 @@ _MAGIC = 0x44464C5348303031
 _GLOBAL_WORDS = 512  # magic, closed flag, then the failure text
 _SLOT_WORDS = 16
 _ERROR_BYTES = 2048
-_POLL_S = 0.0005
+_POLL_FIRST_S, _POLL_LAST_S = 0.0002, 0.005
 _LIVENESS_S = 0.5
 
 
@@ -191,6 +191,7 @@ class Ring:
     ) -> float:
         start = time.perf_counter()
         checked = start
+        pause = _POLL_FIRST_S
         while not ready():
             if ended():
                 raise RingClosedError
@@ -202,7 +203,8 @@ class Ring:
                 # Once more after the look: what it published just before its end still counts.
                 if not is_alive(peer) and not ready():
                     raise PeerDiedError(f"{who} (pid {peer.pid}) is gone; its end is in output.log")
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(_POLL_LAST_S, pause * 1.2)
         return time.perf_counter() - start
 
     def _failure(self) -> str:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dflash_console.core import follow as module
 from dflash_console.core.errors import IntegrityError, JobFailedError, UnreachableError
 from dflash_console.core.follow import Follower, follow_events
-from dflash_console.core.jobs import JobRef
+from dflash_console.core.jobs import JobRef, view_job
 from dflash_console.core.profiles import Profile
 from dflash_console.core.ssh import Connections, HostConnection
 from dflash_engine.events import Event, EventReader
@@ -170,7 +170,7 @@ async def test_an_event_right_after_the_verdict_is_not_missed(
     conn: HostConnection, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_LOOK_S", 0.1)
-    look = module.view_job
+    look = view_job
 
     async def look_then_finish(conn: HostConnection, job_id: str) -> object:
         view = await look(conn, job_id)

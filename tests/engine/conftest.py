@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny models on one thread: threads that wait for each other on a busy machine cost a hundred times the work."""
     before = torch.get_num_threads()

@@ -100,13 +100,13 @@ class JobFolder:
     def close(self) -> None:
         os.close(self._ear)
         for supervisor in self._supervisors:
-            if supervisor.poll() is None:
-                supervisor.kill()
-            supervisor.communicate()
+            supervisor.kill()
         if (self.path / "process.json").exists():
             for process in [self.supervisor(), *marked_processes(self.read("process.json")["mark"])]:
                 if is_alive(process):
                     os.kill(process.pid, signal.SIGKILL)
+        for supervisor in self._supervisors:
+            supervisor.communicate()
 
 
 Make = Callable[..., JobFolder]

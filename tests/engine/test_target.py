@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import gguf
@@ -27,15 +27,6 @@ PROMPTS = [
     [{"role": "user", "content": text}]
     for text in ("a", "hello there", "the rain in the plain " * 4, "hello where", "long " * 40, "x y z")
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """At these sizes a second thread only waits, and on a busy machine it waits long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=KINDS)

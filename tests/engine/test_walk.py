@@ -116,8 +116,16 @@ def decode(prompt: list[int], block_size: int, max_new_tokens: int, stop_ids: se
     return new, yields
 
 
-@pytest.mark.parametrize("stop_ids", [frozenset(), frozenset({329, 230}), frozenset({409, 31})], ids=str)
-@pytest.mark.parametrize(("block_size", "max_new_tokens"), [(2, 24), (4, 13), (8, 22), (8, 33)])
+@pytest.mark.parametrize(
+    ("block_size", "max_new_tokens", "stop_ids"),
+    [
+        (2, 16, frozenset()),
+        (4, 13, frozenset({329, 230})),
+        (8, 22, frozenset()),
+        (8, 22, frozenset({115, 31})),  # a stop token ahead: a block that shrinks for it drafts something else
+    ],
+    ids=str,
+)
 def test_the_walk_equals_decoding_with_the_target_in_the_loop(
     block_size: int, max_new_tokens: int, stop_ids: frozenset[int]
 ) -> None:
