@@ -161,14 +161,10 @@ def test_a_mask_token_that_is_a_stop_token_is_refused(recipe: Path, target: Path
 
 def test_t2_a_drafter_that_knows_one_text_by_heart_drafts_whole_blocks_of_it(tmp_path: Path) -> None:
     """Training, export, reload and evaluation agree on every position, or this falls far below the block size."""
-    folder = make_target(tmp_path / "target", seed=3)
-    target = load_target(folder, dtype=torch.float32)
     messages = [{"role": "user", "content": "tell"}]
-    (completion,) = greedy_decode(target, [target.tokens.render(messages, True)], max_new_tokens=24, progress=_ignore)
-    text = target.tokens.tokenizer.decode(completion.tokens)
-    again = target.tokens.tokenizer(text, add_special_tokens=False).input_ids
-    assert tuple(again) == completion.tokens  # the text renders to the target's own tokens
-    answer = {"messages": [*messages, {"role": "assistant", "content": text}], "truncated": True}
+    answer = {"messages": [*messages, {"role": "assistant", "content": "one day a fox met an owl"}]}
+    folder = make_target(tmp_path / "target")
+    answer_tokens = teach(folder, answer["messages"])
     recipe = write_recipe(tmp_path, [answer])
     code, output = train(
         recipe,
@@ -189,10 +185,13 @@ def test_t2_a_drafter_that_knows_one_text_by_heart_drafts_whole_blocks_of_it(tmp
         prompts=(tmp_path / "prompts.jsonl",),
         out=tmp_path,
         cache=tmp_path / "cache",
-        settings=EvaluationSettings(max_new_tokens=24),
+        settings=EvaluationSettings(max_new_tokens=100),
     )
     result = evaluate(request, EventWriter(tmp_path / "evaluation.jsonl"))
-    assert result["prompts"][0]["accepted"] == [4, 4, 4, 4, 4, 3]
+    (row,) = result["prompts"]
+    assert row["completion"] == answer_tokens
+    whole, rest = divmod(len(answer_tokens) - 1, 4)
+    assert row["accepted"] == [4] * whole + ([rest] if rest else [])
 
 
 def wait_for(condition: object, timeout_s: float = 60.0) -> None:
@@ -204,8 +203,24 @@ def wait_for(condition: object, timeout_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def _ignore(done: int, total: int) -> None:
-    pass
+def teach(folder: Path, messages: list[dict[str, str]]) -> list[int]:
+    """Fit the tiny target to one chat until its greedy answer is the chat's; returns that answer's token ids."""
+    target = load_target(folder, dtype=torch.float32)
+    ids = torch.tensor([target.tokens.render(messages, False)])
+    prompt = target.tokens.render(messages[:-1], True)
+    model = target.model.train().requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval().requires_grad_(False)
+    model.save_pretrained(folder)
+    (completion,) = greedy_decode(target, [prompt], max_new_tokens=100, progress=lambda done, total: None)
+    answer = list(completion.tokens)
+    assert answer == ids[0, len(prompt) : len(prompt) + len(answer)].tolist()
+    assert completion.finish == "stop"
+    return answer
 
 
 def _descendants(pid: int) -> list[int]:
