@@ -6,6 +6,7 @@ import json
 import os
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_engine.manifest import MANIFEST_NAME, Manifest, record_files
@@ -43,26 +44,44 @@ def make_checkpoint(
         (folder / "trainer" / "optimizer.safetensors").write_bytes(safetensors_bytes(2 * data_bytes, seed + 1))
         (folder / "trainer" / "state.json").write_text('{"v": 1}')
         trainer = ["trainer/optimizer.safetensors", "trainer/state.json"]
+    write_manifest(folder, run, step, resume=trainer)
+    return folder
+
+
+def write_manifest(
+    folder: Path,
+    run: str,
+    step: int,
+    *,
+    resume: Sequence[str] = (),
+    target_fingerprint: str = "a" * 64,
+    tokenizer_fingerprint: str = "b" * 64,
+) -> None:
+    """A manifest of what lies in the folder now."""
     record = Manifest(
         run=run,
         step=step,
         tokens_seen=step * 100,
         created=1_800_000_000.0 + step,
         engine_hash="e" * 64,
-        target_fingerprint="a" * 64,
-        tokenizer_fingerprint="b" * 64,
+        target_fingerprint=target_fingerprint,
+        tokenizer_fingerprint=tokenizer_fingerprint,
         model=record_files(folder, ["config.json", "model.safetensors"]),
-        resume=record_files(folder, trainer),
+        resume=record_files(folder, list(resume)),
     )
     (folder / MANIFEST_NAME).write_text(json.dumps(record.to_json()))
-    return folder
 
 
 def make_foreign(state: Path, run: str, name: str, *, age_s: float = 60.0, data_bytes: int = 4096) -> Path:
     """A checkpoint without a manifest, last written `age_s` seconds ago."""
     folder = state / "runs" / run / "checkpoints" / name
     make_model_files(folder, data_bytes=data_bytes)
+    make_older(folder, age_s)
+    return folder
+
+
+def make_older(folder: Path, age_s: float = 60.0) -> None:
+    """Set the files' times so many seconds back."""
     then = time.time() - age_s
     for file in folder.iterdir():
         os.utime(file, (then, then))
-    return folder

@@ -1,7 +1,6 @@
-"""A Python for a host's profile whose `dflash-engine evaluate` and `inspect` are scripted; all else is real.
+"""A Python for a host's profile whose `dflash-engine evaluate` is scripted; all else is real.
 
-It stands for the real evaluator where a test must hold, fail or kill an evaluation at a chosen moment, or must
-make a checkpoint unfit in a chosen way.
+It stands for the real evaluator where a test must hold, fail or kill an evaluation at a chosen moment.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 _EVALUATE = """
 import json, os, sys, time
@@ -41,7 +39,6 @@ result = {"v": 1, "id": identity, "tau": 1.5, "tau_per_prompt": 1.5, "acceptance
 _WRAPPER = """#!/bin/sh
 case " $* " in
 *" dflash_engine.cli evaluate "*) exec {python} {here}/evaluate.py {here} "$@" ;;
-*" dflash_engine.cli inspect "*) exec cat {here}/inspection.json ;;
 esac
 exec {python} "$@"
 """
@@ -57,19 +54,6 @@ class ScriptedPython:
         self.path.write_text(_WRAPPER.format(python=shlex.quote(sys.executable), here=shlex.quote(str(folder))))
         self.path.chmod(0o755)
         (folder / "evaluate.py").write_text(_EVALUATE)
-        self.inspection()
-
-    def inspection(self, **changes: Any) -> None:
-        """What `inspect` answers from now on; a checkpoint that fits unless changed."""
-        answer = {
-            "faults": [],
-            "warnings": [],
-            "config": {"target_layer_ids": [2, 4], "target_hidden_size": 64},
-            "fingerprint": "f" * 64,
-            "target_fingerprint": "a" * 64,
-            "tokenizer_fingerprint": "b" * 64,
-        }
-        (self._folder / "inspection.json").write_text(json.dumps(answer | changes))
 
     def hold(self) -> None:
         """Evaluations stop in the middle until `release`."""

@@ -39,6 +39,7 @@ from dflash_console.core.jobs import (
     JobRef,
     JobRequest,
     JobView,
+    job_ref,
     launch,
     read_output,
     view_job,
@@ -263,8 +264,7 @@ async def _claim(
     conn: HostConnection, engine: DeployedEngine, request: JobRequest, identity: str
 ) -> tuple[Claim, JobRef]:
     # All of it under one lock: without it, one console could move aside as dead what another just made.
-    job_id = _job_id(identity)
-    job = JobRef(conn.name, job_id, conn.state / layout.job_dir(job_id))
+    job = job_ref(conn, _job_id(identity))
     async with host_lock(conn, f"job-{job.id}"):
         view = await _view_or_none(conn, job)
         if view is not None:

@@ -56,9 +56,9 @@ class _Inspection(msgspec.Struct, frozen=True):
 
     target_fingerprint: str
     tokenizer_fingerprint: str
-    faults: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    config: dict[str, Any] = {}
+    faults: tuple[str, ...]
+    warnings: tuple[str, ...]
+    config: dict[str, Any]
 
 
 class _Findings:
@@ -91,8 +91,7 @@ async def preflight_evaluation(
     settings: EvaluationSettings,
     prompt_rows: int,
 ) -> Preflight:
-    """Check packages, target, checkpoint (by hash), their fit and the room; nothing is loaded, torch is not
-    imported.
+    """Check packages, target, checkpoint (by hash), their fit and the room, without loading a weight.
 
     `prompt_rows` is the number of prompts, for the estimate of disk. All checks that can be made are made,
     then one error names every fault; its class (so its exit code) is the first fault's.
@@ -114,32 +113,17 @@ async def preflight_evaluation(
         raise RemoteCommandError(f"{what} cannot start, and no check says why; run it again.")
     inspection = await _inspect(conn, engine, checkpoint, target)
     findings.add("fit", _phrases(inspection.faults), "the checkpoint fits the target", IntegrityError)
-    for name, found, expected in (
-        ("target", inspection.target_fingerprint, manifest.target_fingerprint),
-        ("tokenizer", inspection.tokenizer_fingerprint, manifest.tokenizer_fingerprint),
-    ):
-        findings.add(
-            f"{name} fingerprint",
-            f"{target_name} has {printable(found[:12])}, the checkpoint was trained with {printable(expected[:12])}"
-            if expected and found != expected
-            else "",
-            printable(found[:12]) if expected else "the checkpoint does not say",
-            IntegrityError,
-        )
     dtype_factor = await _dtype_factor(conn, target, settings)
     weights = sum(entry.size_bytes for entry in files if entry.name.endswith(".safetensors"))
     _check_room(findings, host, int(weights * dtype_factor), inspection.config, settings, prompt_rows)
     findings.refuse(what)
-    warnings = tuple(printable(warning, 300) for warning in inspection.warnings)
-    if not manifest.target_fingerprint:
-        warnings += ("the checkpoint does not say which target it was trained with",)
     return Preflight(
         checks=tuple(findings.checks),
         manifest=manifest,
         target=target,
         target_fingerprint=inspection.target_fingerprint,
         tokenizer_fingerprint=inspection.tokenizer_fingerprint,
-        warnings=warnings,
+        warnings=tuple(printable(warning, 300) for warning in inspection.warnings),
     )
 
 

@@ -144,7 +144,7 @@ class _Lockstep:
         return True
 
     def _draft(self, rows: Tensor, anchors: Tensor, sizes: Tensor) -> Tensor:
-        """States [r, B - 1, H] of the drafted slots of blocks at anchors [r]; none beyond a block's size counts."""
+        """States [r, B - 1, H] of the drafted slots at anchors [r]; beyond a block's size they mean nothing."""
         block = self._block_size
         slots = torch.arange(block)
         ids = torch.full((len(rows), block), self._drafter.config.mask_token_id)

@@ -206,7 +206,9 @@ def test_a_registry_that_cannot_be_reached_is_said(tmp_path: Path) -> None:
 
 def test_a_fault_of_the_program_is_one_line_and_a_log_file(bench: Bench, operator_home: Path) -> None:
     broken = "import dflash_console.core.profiles as p, dflash_console.cli as c\np.load_profile = None\nc.main()"
-    done = subprocess.run([sys.executable, "-c", broken, *CHECK], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", broken, "-p", "lab", *CHECK], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
     assert done.returncode == 1
     assert "internal error (TypeError" in done.stderr
     assert "Traceback" not in done.stderr

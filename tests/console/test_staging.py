@@ -320,8 +320,10 @@ def test_kill_9_of_the_staging_process_leaves_only_a_partial_that_is_completed_l
     make_checkpoint(source_state, "run1", 5, data_bytes=LARGE)
     child = os.fork()
     if child == 0:
-        asyncio.run(staged(_once_at(0.6, lambda: os.kill(os.getpid(), signal.SIGKILL))))
-        os._exit(0)
+        try:
+            asyncio.run(staged(_once_at(0.6, lambda: os.kill(os.getpid(), signal.SIGKILL))))
+        finally:
+            os._exit(1)  # never back into pytest, whatever went wrong
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
     (left,) = (destination_state / "runs/run1/checkpoints").iterdir()
