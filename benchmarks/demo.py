@@ -42,7 +42,8 @@ def main(seeds: list[int]) -> int:
         summary = run(seed)
         print(
             f"seed {seed}: {summary['seconds']:.0f} s (load before {load:.1f}), "
-            f"tau {summary['untrained']['tau']:.3f} -> {summary['trained']['tau']:.3f}, {summary['tokens_per_s']:.0f} tokens/s"
+            f"tau {summary['untrained']['tau']:.3f} -> {summary['trained']['tau']:.3f}, "
+            f"{summary['tokens_per_s']:.0f} tokens/s"
         )
         seconds, gain = round(summary["seconds"], 1), round(summary["gain"], 3)
         for name, measured, unit, bar, holds in (
