@@ -267,7 +267,7 @@ def jobs_command(
         return
     for view in views:
         typer.echo(
-            f"{view.host:<8} {view.id:<40} {view.kind:<9} {view.state:<9} {view.run or '-'}"
+            f"{view.host:<8} {view.id:<40} {view.kind:<9} {view.state:<9} {printable(view.run or '-', 100)}"
             f"  {printable(view.reason, 200)}".rstrip()
         )
     if not views:

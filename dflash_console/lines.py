@@ -40,48 +40,47 @@ class LinePrinter:
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
-        self._steps = 0
+        self._steps = math.nan
         self._next_step = 0.0
         self._next_progress = 0.0
 
     def event(self, host: str, event: Event) -> None:
-        """Write the line of an event of a job on `host`, or nothing."""
+        """Write the line of an event of a job on `host`, or nothing. What the host wrote is made printable."""
         text = self._text(event)
         if text:
-            self._write(f"{host}  {text}")
+            self._write(printable(f"{host}  {text}", 1000))
 
     def _text(self, event: Event) -> str:
         data = event.data
         match event.type:
             case "job.started":
                 start = f", resumed at step {data['start_step']}" if data.get("start_step") else ""
-                return printable(f"{data.get('kind')} job {data.get('job')} started{start}", 300)
+                return f"{data.get('kind')} job {data.get('job')} started{start}"
             case "train.plan":
-                self._steps = int(number(data.get("steps")))
-                return printable(
+                self._steps = number(data.get("steps"))
+                return (
                     f"{data.get('steps')} steps, {data.get('target_ranks')} target + {data.get('drafter_ranks')} "
                     f"drafter ranks, block {data.get('block_size')}, taps {data.get('target_layer_ids')}, "
-                    f"{si(number(data.get('parameters')))} parameters; {data.get('detail')}",
-                    400,
+                    f"{si(number(data.get('parameters')))} parameters; {data.get('detail')}"
                 )
             case "train.step":
                 return self._step(event)
             case "train.checkpoint":
-                size = number(data.get("size_bytes")) / 1e6
-                return printable(f"checkpoint {data.get('name')} written, {size:.1f} MB", 300)
+                return f"checkpoint {data.get('name')} written, {number(data.get('size_bytes')) / 1e6:.1f} MB"
             case "eval.step":
                 return self._eval_step(event)
             case "eval.result":
-                shares = [number(share) for share in data.get("acceptance_by_position") or []]
+                shares = data.get("acceptance_by_position")
+                by_position = acceptance([number(share) for share in shares] if isinstance(shares, list) else [])
                 return (
-                    f"eval 5/5 done: tau {number(data.get('tau')):.3f} over {si(number(data.get('steps')))} "
-                    f"verification steps; by position {acceptance(shares)}"
+                    f"eval done: tau {number(data.get('tau')):.3f} over {si(number(data.get('steps')))} "
+                    f"verification steps; by position {by_position}"
                 )
             case "alert":
-                return printable(f"{data.get('level')}: {data.get('message')}", 1000)
+                return f"{data.get('level')}: {data.get('message')}"
             case "job.finished":
                 message = f": {data['message']}" if data.get("message") else ""
-                return printable(f"job ended, {data.get('reason')}{message}", 600)
+                return f"job ended, {data.get('reason')}{message}"
             case _:
                 return ""
 
@@ -92,7 +91,7 @@ class LinePrinter:
         if now < self._next_step and step != self._steps:
             return ""
         self._next_step = now + _STEP_INTERVAL_S
-        of = f"/{self._steps}" if self._steps else ""
+        of = f"/{self._steps:.0f}" if self._steps > 0 else ""
         took = number(data.get("step_s"))
         waiting = number(data.get("wait_s")) / took if took > 0 else math.nan
         dropped = f"  dropped {data['dropped']}" if data.get("dropped") else ""
@@ -106,16 +105,17 @@ class LinePrinter:
         data = event.data
         now = time.monotonic()
         state = data.get("state")
+        if state == "started":
+            return ""  # its end, or its progress, says more
         if state == "progress":
             if now < self._next_progress:
                 return ""
             self._next_progress = now + _PROGRESS_INTERVAL_S
-        head = f"eval {data.get('n')}/{data.get('of')} {data.get('name')}"
-        done = f" {data.get('done')}/{data.get('total')} {data.get('unit')}" if data.get("total") else ""
+        done = f" {data.get('done')}/{data.get('total')} {data.get('unit')}" if state == "progress" else ""
         eta = number(data.get("eta_s"))
         left = f", {eta:.0f} s left" if math.isfinite(eta) and state == "progress" else ""
         detail = f" ({data['detail']})" if data.get("detail") else ""
-        return printable(f"{head}: {state}{done if state == 'progress' else ''}{left}{detail}", 400)
+        return f"eval {data.get('n')}/{data.get('of')} {data.get('name')}: {state}{done}{left}{detail}"
 
 
 def demo_table(summary: DemoSummary, *, keep: bool) -> list[str]:

@@ -8,6 +8,7 @@ outlive this one, so a console that dies in the middle loses nothing: the next o
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -167,8 +168,8 @@ class _Training:
         self.step = 0
         self.tokens = 0
         self.seconds = 0.0
-        self.loss_first = float("nan")
-        self.loss_last = float("nan")
+        self.loss_first = math.nan
+        self.loss_last = math.nan
         self.checkpoint = asyncio.Event()
         self._recent: list[float] = []
 
@@ -177,16 +178,21 @@ class _Training:
             self.checkpoint.set()
         if event.type != TrainStep.TYPE:
             return
-        step: TrainStep = event.as_record(TrainStep)
-        loss = number(step.loss)
-        self.step = step.step
-        self.tokens += step.tokens
-        self.seconds += step.step_s
-        if self.loss_first != self.loss_first:
+        # A host's numbers are data: whatever else stands there must not end the demo.
+        self.step = int(_finite(event.data.get("step")))
+        self.tokens += int(_finite(event.data.get("tokens")))
+        self.seconds += _finite(event.data.get("step_s"))
+        loss = number(event.data.get("loss"))
+        if math.isnan(self.loss_first):
             self.loss_first = loss
         # One step's loss is noisy; the last ten together are what the table calls the last loss.
         self._recent = [*self._recent[-9:], loss]
         self.loss_last = sum(self._recent) / len(self._recent)
+
+
+def _finite(value: Any) -> float:
+    found = number(value)
+    return found if math.isfinite(found) else 0.0
 
 
 async def _prepare_hosts(options: DemoOptions, report: DemoReport) -> Profile:

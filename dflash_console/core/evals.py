@@ -154,7 +154,8 @@ async def resolve_checkpoint(conn: HostConnection, wanted: str | None) -> Checkp
         if name not in ("", "latest"):
             return await one_checkpoint(conn, run, name)
     views = await list_checkpoints(conn, run)
-    newest = newest_usable(views, need="model")
+    # A foreign one has no manifest to hold an evaluation to; its staged copy has.
+    newest = newest_usable([view for view in views if view.state != "foreign"], need="model")
     if newest is not None:
         return newest
     where = f"{conn.name} has no usable checkpoint" + (f" of run {printable(run, 100)}" if run else "")

@@ -17,7 +17,7 @@ from dflash_console.core.errors import (
     NotFoundError,
     RemoteCommandError,
 )
-from dflash_console.core.hashing import checkpoint_faults, foreign_manifest
+from dflash_console.core.hashing import checkpoint_faults
 from dflash_console.core.quoting import printable
 from dflash_console.core.ssh import Entry, HostConnection
 from dflash_engine.evaluation.identity import EvaluationSettings
@@ -156,8 +156,9 @@ async def _check_bytes(
         findings.add("checkpoint", f"incomplete: {checkpoint.reason}", "", IntegrityError)
         return None
     if checkpoint.manifest is None:
-        findings.add("checkpoint", "", "foreign, hashed now", IntegrityError)
-        return await foreign_manifest(conn, engine, checkpoint)
+        fault = "foreign: it has no manifest.json; stage it here from another host, which gives it one"
+        findings.add("checkpoint", fault, "", IntegrityError)
+        return None
     records = checkpoint.manifest.model
     faults = await checkpoint_faults(conn, engine, checkpoint.path, records)
     findings.add("checkpoint", _phrases(faults), f"{len(records)} files hold by SHA-256", IntegrityError)

@@ -29,7 +29,7 @@ from dflash_engine.evaluation.identity import EvaluationSettings, evaluation_id
 from dflash_engine.events import Event
 from dflash_engine.fingerprint import model_fingerprint, tokenizer_fingerprint
 from dflash_engine.manifest import parse_manifest
-from tests.checkpoint_folders import make_checkpoint, make_older, write_manifest
+from tests.checkpoint_folders import make_checkpoint, make_foreign, write_manifest
 from tests.models import make_drafter, make_target
 from tests.scripted_python import ScriptedPython
 from tests.tcp_relay import Relay
@@ -110,6 +110,30 @@ async def _evaluate(
         )
 
 
+class _Telling(list[Event]):
+    """Tells when the first event has arrived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = asyncio.Event()
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        self.first.set()
+
+
+class _CutAtFirst(list[Event]):
+    """Cuts the relay's connections at the first event."""
+
+    def __init__(self, relay: Relay) -> None:
+        super().__init__()
+        self._relay = relay
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        self._relay.cut()
+
+
 async def test_an_evaluation_ends_with_a_result_under_its_id_in_the_history(
     profile: Profile, host: HostConnection, models: Path
 ) -> None:
@@ -137,20 +161,6 @@ async def test_an_evaluation_ends_with_a_result_under_its_id_in_the_history(
     assert (row.evaluation_id, row.tau, row.step) == (expected, outcome.result["tau"], 5)
 
 
-@one_kind
-@pytest.mark.usefixtures("host")
-async def test_a_foreign_checkpoint_is_evaluated_under_the_id_of_its_bytes(
-    profile: Profile, host: HostConnection, models: Path
-) -> None:
-    folder = Path(host.state, "runs/run1/checkpoints/step_5")
-    (folder / "manifest.json").unlink()
-    make_older(folder)
-    heard: list[Event] = []
-    outcome = await _evaluate(profile, models, heard=heard)
-    assert outcome.result["id"] == outcome.evaluation_id
-    assert "no manifest" in heard[0].data["message"]
-
-
 @pytest.mark.usefixtures("host")
 async def test_a_finished_evaluation_is_reused_and_tells_its_events_again(
     scripted_profile: Profile, models: Path, scripted: ScriptedPython
@@ -170,8 +180,9 @@ async def test_two_consoles_that_ask_at_once_share_one_job(
     scripted_profile: Profile, models: Path, scripted: ScriptedPython
 ) -> None:
     scripted.hold()
-    heard: tuple[list[Event], list[Event]] = ([], [])
+    heard = _Telling(), _Telling()
     both = asyncio.gather(*(_evaluate(scripted_profile, models, heard=mine) for mine in heard))
+    await asyncio.gather(*(mine.first.wait() for mine in heard))
     await scripted.release()
     outcomes = await both
     assert sorted(outcome.joined for outcome in outcomes) == [False, True]
@@ -192,23 +203,13 @@ async def test_a_running_evaluation_whose_console_lost_its_connection_is_joined(
             await _evaluate(cut_off, models, heard=heard)
     (job,) = await list_jobs(host)
     assert job.state == "running"
-    joining = asyncio.create_task(_evaluate(scripted_profile, models))
+    heard_again = _Telling()
+    joining = asyncio.create_task(_evaluate(scripted_profile, models, heard=heard_again))
+    await heard_again.first.wait()
     await scripted.release()
     outcome = await joining
     assert outcome.joined
     assert len(scripted.runs()) == 1
-
-
-class _CutAtFirst(list[Event]):
-    """Cuts the relay's connections at the first event."""
-
-    def __init__(self, relay: Relay) -> None:
-        super().__init__()
-        self._relay = relay
-
-    def append(self, event: Event) -> None:
-        super().append(event)
-        self._relay.cut()
 
 
 @one_kind
@@ -216,9 +217,9 @@ async def test_a_dead_evaluation_is_moved_aside_and_run_anew_once(
     scripted_profile: Profile, host: HostConnection, models: Path, scripted: ScriptedPython
 ) -> None:
     scripted.hold()
-    started = asyncio.Event()
-    first = asyncio.create_task(_evaluate(scripted_profile, models, heard=_Telling(started)))
-    await started.wait()
+    heard = _Telling()
+    first = asyncio.create_task(_evaluate(scripted_profile, models, heard=heard))
+    await heard.first.wait()
     (job,) = await list_jobs(host)
     process = json.loads(Path(job_ref(host, job.id).path, "process.json").read_text())
     os.kill(process["pid"], signal.SIGKILL)
@@ -232,18 +233,6 @@ async def test_a_dead_evaluation_is_moved_aside_and_run_anew_once(
     assert len(scripted.runs()) == 2
     assert (await view_job(host, f"{job.id}.lost-1")).state == "lost"
     assert not Path(host.state, "jobs", f"{job.id}.lost-2").exists()
-
-
-class _Telling(list[Event]):
-    """Sets an event when the first job event arrives."""
-
-    def __init__(self, first: asyncio.Event) -> None:
-        super().__init__()
-        self._first = first
-
-    def append(self, event: Event) -> None:
-        super().append(event)
-        self._first.set()
 
 
 @one_kind
@@ -341,6 +330,7 @@ async def test_latest_is_the_newest_usable_of_the_run_and_nothing_asked_that_of_
     _put_checkpoint(host, models, 9, run="run2")
     broken = _put_checkpoint(host, models, 11, run="run1")
     (broken / "model.safetensors").unlink()
+    make_foreign(Path(host.state), "run1", "step_10")
     for wanted, found in (("run1:latest", "step_5"), ("run1", "step_5"), (None, "step_9"), ("run1:step_11", "step_11")):
         assert (await resolve_checkpoint(host, wanted)).name == found
     with pytest.raises(NotFoundError, match="run1:step_12"):

@@ -18,7 +18,7 @@ from dflash_console.core.profiles import Profile
 from dflash_console.core.ssh import Connections, HostConnection
 from dflash_engine.evaluation.identity import EvaluationSettings
 from dflash_engine.fingerprint import model_fingerprint, tokenizer_fingerprint
-from tests.checkpoint_folders import make_foreign, make_older, write_manifest
+from tests.checkpoint_folders import make_older, write_manifest
 from tests.models import make_drafter, make_target
 
 HUGE = 3 << 40
@@ -183,11 +183,8 @@ async def test_disk_counts_the_hidden_states_of_the_prompts_that_are_used(host: 
     await _preflight(host, prompt_rows=10**10, settings=EvaluationSettings(limit=3))
 
 
-async def test_a_foreign_checkpoint_passes_with_a_warning_and_an_identity(host: HostConnection, models: Path) -> None:
-    folder = make_foreign(Path(host.state), "run1", "step_5")
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_bytes((models / "drafter" / name).read_bytes())
-    make_older(folder)
-    passed = await _preflight(host)
-    assert "no manifest" in passed.warnings[0]
-    assert len(passed.manifest.model_fingerprint()) == 64
+async def test_a_foreign_checkpoint_is_refused_with_the_remedy(host: HostConnection, checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+    make_older(checkpoint)
+    with pytest.raises(IntegrityError, match=r"checkpoint: foreign: it has no manifest.json; stage it here"):
+        await _preflight(host)
