@@ -11,6 +11,10 @@ import pytest
 from dflash_console.core.profiles import Profile
 from tests.hosts import KINDS, OpenSSHHost, serving
 
+# Before torch is loaded anywhere: waiting threads sleep, as in `dflash-engine`; on a busy machine spinning ones
+# make tiny models five times as slow.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 _PERSONAL = ("SSH_AUTH_SOCK", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "DFLASH_PROFILE")
 
 

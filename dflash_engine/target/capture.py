@@ -50,7 +50,9 @@ def capture(target: Target, input_ids: Tensor, lengths: Tensor, layer_ids: Seque
     handles = [target.layers[i].register_forward_hook(_keep(found, i, last)) for i in sorted(set(layer_ids))]
     real = torch.arange(input_ids.shape[1])[None] < lengths[:, None]  # [b, S]
     try:
-        target.model(input_ids=input_ids, attention_mask=real.long(), use_cache=False)
+        # No attention mask: attention is causal and the padding stands on the right, so no real position sees it,
+        # and a mask would cost sdpa its causal kernel (twice the time for a whole capture on a CPU).
+        target.model(input_ids=input_ids, use_cache=False)
     except _LastTapReachedError:
         pass
     finally:

@@ -1,8 +1,9 @@
 """A target rank: captures the states of its micro-batches and puts them into the drafter ranks' rings.
 
 Rank j of T takes micro-batches j, j + T, j + 2T, ... It holds no state that a checkpoint would need, so it
-can be killed at any time. Every document is captured alone, right-padded to its length bucket: its states are
-a function of the document only, whatever it shares a micro-batch with, and the same after a resume.
+can be killed at any time. Every document is captured alone: its states are a function of the document only,
+whatever it shares a micro-batch with, and the same after a resume. Nothing is compiled on a CPU, so nothing is
+padded for the target either; the drafter's rows are padded to a few lengths.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from dflash_engine.training.ring import MicroBatch, Ring, RingClosedError
 __all__ = ["BUCKET", "CaptureDocument", "StatesCache", "TargetWork", "bucket_length", "run_target_rank"]
 
 BUCKET = 64
-"""Documents are padded to multiples of this, so that a long run sees few shapes."""
+"""The drafter's rows are padded to multiples of this, so that a long run sees few shapes."""
 
 CaptureDocument = Callable[[Tensor, int], Tensor]
-"""(input_ids [1, S] int64 right-padded, real length) -> taps [1, S, K * H_target] float32."""
+"""(input_ids [1, S] int64, real length) -> taps [1, S, K * H_target] float32."""
 
 
 def bucket_length(length: int) -> int:
-    """The padded length of a document."""
+    """The padded length of a row whose longest document has this length."""
     return -(-length // BUCKET) * BUCKET
 
 
@@ -96,10 +97,8 @@ def _states(number: int, document: Document, capture: CaptureDocument, cache: St
     held = cache.get(number)
     if held is not None:
         return held
-    length = len(document.tokens)
-    ids = torch.zeros(1, bucket_length(length), dtype=torch.int64)
-    ids[0, :length] = torch.tensor(document.tokens)
-    taps = capture(ids, length)[0, :length].contiguous()  # [length, K * H_target]
+    ids = torch.tensor([document.tokens])  # [1, length]
+    taps = capture(ids, len(document.tokens))[0].contiguous()  # [length, K * H_target]
     cache.put(number, taps)
     return taps
 

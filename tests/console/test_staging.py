@@ -246,6 +246,19 @@ async def test_a_corrupt_source_is_refused_and_named(pair: Pair, resumed: bool) 
     assert _names(destination) == ["step_5"]
 
 
+@one_kind
+async def test_a_corrupt_source_file_is_noticed_as_it_passes_and_nothing_more_is_sent(pair: Pair) -> None:
+    source, destination = pair
+    view = await _made(source)
+    _flip(Path(view.path, "config.json"), 5)
+    phases: list[str] = []
+    with pytest.raises(IntegrityError, match=r"config\.json has SHA-256"):
+        await stage(source, destination, view, progress=lambda now: phases.append(now.phase))
+    assert "verifying" not in phases
+    (partial,) = _checkpoints(destination).iterdir()
+    assert not (partial / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
