@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_console.cli_hosts import hosts_app
-from dflash_console.terminal import Chosen, demo_root, guarded, load_chosen_profile, print_json, run, say
+from dflash_console.terminal import Chosen, ask_hosts, demo_root, guarded, load_chosen_profile, print_json, run, say
 
 if TYPE_CHECKING:
     from dflash_console.core.demo import DemoSummary
@@ -186,18 +186,12 @@ def checkpoints(
     """List checkpoints, and which are whole."""
     from dflash_console.core.checkpoints import list_checkpoints, newest_usable
     from dflash_console.core.quoting import printable
-    from dflash_console.core.ssh import Connections
 
-    profile = load_chosen_profile()
-
-    async def work() -> Any:
-        async with Connections(profile) as hosts:
-            return [view for name in host or profile.hosts for view in await list_checkpoints(await hosts.get(name))]
-
-    views = run(work())
+    answers, code = ask_hosts(host or (), list_checkpoints)
+    views = [view for answer in answers for view in answer]
     if as_json:
         print_json(views)
-        return
+        raise typer.Exit(code)
     newest = {
         (v.host, v.run): newest_usable([w for w in views if (w.host, w.run) == (v.host, v.run)], need="model")
         for v in views
@@ -208,13 +202,14 @@ def checkpoints(
         typer.echo(
             f"{view.host:<8} {view.run}:{view.name:<14} {view.size_bytes / 1e6:8.1f} MB  {view.state:<10} {star}{why}"
         )
-    if not views:
+    if not views and not code:
         say("no checkpoints")
+    raise typer.Exit(code)
 
 
 @app.command()
 def launch(
-    recipe: Annotated[Path, typer.Argument(help="Recipe file (TOML).")],
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe of the profile, or path of a TOML file.")],
     host: HostOption,
     target: Annotated[str, typer.Option(help="Name of a target of the host.")],
     run_id: Annotated[str, typer.Option("--run", help="Name of the run; an existing one is resumed.")],
@@ -236,7 +231,12 @@ def launch(
             conn = await hosts.get(host)
             engine = await deploy_engine(conn)
             job = await launch_training(
-                conn, engine, recipe_path=recipe, target=target, run=run_id, overrides=override or []
+                conn,
+                engine,
+                recipe_path=profile.recipes.get(recipe, Path(recipe)),
+                target=target,
+                run=run_id,
+                overrides=override or [],
             )
             typer.echo(job.id)
             if follow:
@@ -253,25 +253,20 @@ def jobs_command(
     """List jobs and what became of them."""
     from dflash_console.core.jobs import list_jobs
     from dflash_console.core.quoting import printable
-    from dflash_console.core.ssh import Connections
 
-    profile = load_chosen_profile()
-
-    async def work() -> Any:
-        async with Connections(profile) as hosts:
-            return [view for name in host or profile.hosts for view in await list_jobs(await hosts.get(name))]
-
-    views = run(work())
+    answers, code = ask_hosts(host or (), list_jobs)
+    views = [view for answer in answers for view in answer]
     if as_json:
         print_json(views)
-        return
+        raise typer.Exit(code)
     for view in views:
         typer.echo(
             f"{view.host:<8} {view.id:<40} {view.kind:<9} {view.state:<9} {printable(view.run or '-', 100)}"
             f"  {printable(view.reason, 200)}".rstrip()
         )
-    if not views:
+    if not views and not code:
         say("no jobs")
+    raise typer.Exit(code)
 
 
 @app.command("follow")

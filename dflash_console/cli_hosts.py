@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_console.terminal import fail, load_chosen_profile, run, say
+from dflash_console.terminal import ask_hosts, load_chosen_profile, run, say
+
+if TYPE_CHECKING:
+    from dflash_console.core.ssh import HostConnection
 
 __all__ = ["hosts_app"]
 
@@ -22,34 +25,22 @@ def hosts_check(
     Python, packages, memory, disk, clock, engine.
     """
     from dflash_console.core.deploy import deploy_engine, probe
-    from dflash_console.core.errors import ConsoleError
-    from dflash_console.core.ssh import Connections
 
-    profile = load_chosen_profile()
-    failed: list[ConsoleError] = []
+    async def look(conn: HostConnection) -> str:
+        engine = await deploy_engine(conn)
+        found = await probe(conn, engine)
+        packages = ", ".join(f"{p} {v or 'missing'}" for p, v in sorted(found.packages.items()))
+        return (
+            f"{conn.name}: up, Python {found.python}, {packages}; {found.cpu_count} CPUs, "
+            f"{found.memory_available_bytes / 2**30:.1f} of {found.memory_total_bytes / 2**30:.1f} GiB memory, "
+            f"{found.disk_free_bytes / 2**30:.1f} GiB disk free, clock {conn.clock_offset_s:+.2f} s, "
+            f"engine {engine.hash[:12]}"
+        )
 
-    async def work() -> None:
-        async with Connections(profile) as hosts:
-            for host in [name] if name else profile.hosts:
-                try:
-                    conn = await hosts.get(host)
-                    engine = await deploy_engine(conn)
-                    found = await probe(conn, engine)
-                except ConsoleError as error:
-                    failed.append(error)
-                    fail(error)
-                    continue
-                packages = ", ".join(f"{p} {v or 'missing'}" for p, v in sorted(found.packages.items()))
-                typer.echo(
-                    f"{host}: up, Python {found.python}, {packages}; {found.cpu_count} CPUs, "
-                    f"{found.memory_available_bytes / 2**30:.1f} of {found.memory_total_bytes / 2**30:.1f} GiB memory, "
-                    f"{found.disk_free_bytes / 2**30:.1f} GiB disk free, clock {conn.clock_offset_s:+.2f} s, "
-                    f"engine {engine.hash[:12]}"
-                )
-
-    run(work())
-    if failed:
-        raise typer.Exit(failed[0].exit_code)
+    answers, code = ask_hosts([name] if name else [], look)
+    for answer in answers:
+        typer.echo(answer)
+    raise typer.Exit(code)
 
 
 @hosts_app.command("trust")

@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,8 +18,20 @@ import typer
 
 if TYPE_CHECKING:
     from dflash_console.core.profiles import Profile
+    from dflash_console.core.ssh import HostConnection
 
-__all__ = ["Chosen", "data_folder", "demo_root", "fail", "guarded", "load_chosen_profile", "print_json", "run", "say"]
+__all__ = [
+    "Chosen",
+    "ask_hosts",
+    "data_folder",
+    "demo_root",
+    "fail",
+    "guarded",
+    "load_chosen_profile",
+    "print_json",
+    "run",
+    "say",
+]
 
 _T = TypeVar("_T")
 
@@ -73,6 +85,16 @@ def run(work: Coroutine[Any, Any, _T]) -> _T:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from group
+
+
+def ask_hosts(names: Sequence[str], ask: Callable[[HostConnection], Awaitable[_T]]) -> tuple[list[_T], int]:
+    """Ask each host of the chosen profile; errors are printed, and the first one's exit code is returned (or 0)."""
+    from dflash_console.core.each_host import ask_each_host
+    from dflash_console.core.errors import ConsoleError
+
+    answers = run(ask_each_host(load_chosen_profile(), names, ask))
+    codes = [fail(answer) for answer in answers if isinstance(answer, ConsoleError)]
+    return [answer for answer in answers if not isinstance(answer, ConsoleError)], codes[0] if codes else 0
 
 
 def load_chosen_profile() -> Profile:

@@ -6,6 +6,7 @@ It stands for the real evaluator where a test must hold, fail or kill an evaluat
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shlex
@@ -60,9 +61,21 @@ class ScriptedPython:
         os.mkfifo(self._folder / "gate")
 
     async def release(self) -> None:
-        """Let the evaluation that waits go on; waits for one to get there."""
-        with await asyncio.to_thread((self._folder / "gate").open, "w"):
-            (self._folder / "gate").unlink()
+        """Let the evaluation that waits go on; waits for one to get there, 30 s at most."""
+        gate = self._folder / "gate"
+        async with asyncio.timeout(30.0):
+            while True:
+                try:
+                    # A blocking open would keep its thread, and so the test run, where no evaluation ever comes.
+                    writer = os.open(gate, os.O_WRONLY | os.O_NONBLOCK)
+                except OSError as error:
+                    if error.errno != errno.ENXIO:
+                        raise
+                    await asyncio.sleep(0.02)
+                else:
+                    break
+        gate.unlink()
+        os.close(writer)
 
     def fail(self, *, now: bool) -> None:
         """Whether evaluations fail from now on."""

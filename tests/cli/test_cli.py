@@ -215,6 +215,16 @@ def test_a_fault_of_the_program_is_one_line_and_a_log_file(bench: Bench, operato
     assert "Traceback" in (operator_home / "data" / "errors.log").read_text()
 
 
+def test_a_host_that_is_down_costs_its_own_answer_only(bench: Bench) -> None:
+    profile = Path(bench.profile())
+    down = f'[hosts.down]\naddress = "127.0.0.1"\nport = {free_port()}\n'
+    profile.write_text(down + profile.read_text())
+    done = console("-p", str(profile), "hosts", "check")
+    assert done.returncode == 5
+    assert done.stdout.startswith("ct200: up, Python 3.")
+    assert "down (127.0.0.1:" in done.stderr
+
+
 def test_trusting_a_host_needs_its_exact_fingerprint(bench: Bench) -> None:
     profile = bench.profile(known_hosts=empty_known_hosts(bench))
     shown = console("-p", profile, *CHECK).stderr
