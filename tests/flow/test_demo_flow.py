@@ -134,7 +134,7 @@ asyncio.run(run_demo(options, DemoReport(say, lambda host, event: say(event.type
 async def test_kill_9_of_the_console_leaves_the_training_running_and_a_second_console_finds_it(
     demo_root: Path, material: Path
 ) -> None:
-    steps = 2500  # long enough for the second console to connect while it runs
+    steps = 1500  # long enough for the second console to connect while it runs
     first = subprocess.Popen(
         [sys.executable, "-c", _CONSOLE, str(demo_root), str(material), str(steps)],
         stdout=subprocess.PIPE,
