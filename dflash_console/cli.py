@@ -58,8 +58,8 @@ def demo(
         bool, typer.Option("--stop", help="Stop demo hosts that were left running, and nothing else.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and anchors.")] = 0,
-    steps: Annotated[int, typer.Option(help="Training steps; 0: the recipe's.")] = 0,
-    limit: Annotated[int, typer.Option(help="Evaluate on so many prompts; 0: all.")] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="Training steps; 0: the recipe's.")] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="Evaluate on so many prompts; 0: all.")] = 0,
     root: Annotated[Path | None, typer.Option(help="Where the demo hosts live.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -69,6 +69,7 @@ def demo(
     """
     from dflash_console.core import demo_hosts
     from dflash_console.core.demo import DemoOptions, DemoReport, run_demo
+    from dflash_console.core.errors import ConsoleError
     from dflash_console.lines import LinePrinter
 
     place = root or demo_root()
@@ -77,7 +78,12 @@ def demo(
         say("the demo hosts are stopped" if stopped else "no demo hosts were running")
         return
     options = DemoOptions(root=place, seed=seed, steps=steps, prompts_limit=limit)
-    summary = run(run_demo(options, DemoReport(say, LinePrinter(say).event)))
+    try:
+        summary = run(run_demo(options, DemoReport(say, LinePrinter(say).event)))
+    except (ConsoleError, typer.Exit):
+        if run(demo_hosts.running_demo_hosts(place)) is not None:
+            say("the demo hosts are still up; `demo` goes on with what runs there, `demo --stop` ends them")
+        raise
     if not keep:
         run(demo_hosts.stop_demo_hosts(place))
     print_json(summary) if as_json else _print_summary(summary, keep=keep)

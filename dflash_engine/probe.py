@@ -9,6 +9,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from dflash_engine.errors import RoomError
+
 __all__ = ["main", "memory_bytes"]
 
 _PACKAGES = ("torch", "transformers", "safetensors", "numpy", "gguf", "accelerate")
@@ -21,7 +23,11 @@ def main(argv: list[str]) -> int:
     """
     folder = Path(argv[0]) if argv else Path.cwd()
     memory = memory_bytes()
-    disk = os.statvfs(folder)
+    try:
+        disk = os.statvfs(folder)
+    except OSError as error:
+        sys.stderr.write(f"dflash-engine: error: {folder}: {error.strerror}; expected a folder whose disk to measure\n")
+        return RoomError.exit_code
     answer = {
         "python": sys.version.split()[0],
         "packages": {name: _version(name) for name in _PACKAGES},

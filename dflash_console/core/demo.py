@@ -20,7 +20,7 @@ from dflash_console.core import demo_hosts
 from dflash_console.core.checkpoints import CheckpointView, list_checkpoints, newest_usable
 from dflash_console.core.demo_target import TARGET_NAME, ensure_target
 from dflash_console.core.deploy import DeployedEngine, deploy_engine
-from dflash_console.core.errors import JobFailedError, NotFoundError
+from dflash_console.core.errors import HostNotReadyError, JobFailedError, NotFoundError
 from dflash_console.core.evals import EvalOutcome, run_eval
 from dflash_console.core.follow import follow_events
 from dflash_console.core.jobs import JobRef, job_ref, list_jobs, view_job
@@ -199,7 +199,12 @@ async def _prepare_hosts(options: DemoOptions, report: DemoReport) -> Profile:
     target = options.target or await ensure_target(report.say)
     running = await demo_hosts.running_demo_hosts(options.root)
     if running is None:
-        running = await demo_hosts.start_demo_hosts(options.root, [TRAINER, EVALUATOR])
+        try:
+            running = await demo_hosts.start_demo_hosts(options.root, [TRAINER, EVALUATOR])
+        except OSError as error:
+            raise HostNotReadyError(
+                f"The demo's hosts cannot live in {options.root}: {error.strerror}; name a folder with --root."
+            ) from error
         report.say("two SSH hosts started on loopback")
     else:
         report.say("two SSH hosts found running on loopback")

@@ -204,6 +204,16 @@ def test_a_registry_that_cannot_be_reached_is_said(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache" / "models").iterdir())
 
 
+def test_a_place_where_the_demo_cannot_live_is_said(bench: Bench, tmp_path: Path) -> None:
+    model = tmp_path / "models" / "SmolLM2-135M-Instruct"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")  # the demo gets no further than its hosts
+    done = console("demo", "--root", "/proc/demo", DFLASH_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 8, done.stderr
+    assert "The demo's hosts cannot live in /proc/demo" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
 def test_a_fault_of_the_program_is_one_line_and_a_log_file(bench: Bench, operator_home: Path) -> None:
     broken = "import dflash_console.core.profiles as p, dflash_console.cli as c\np.load_profile = None\nc.main()"
     done = subprocess.run(
