@@ -30,6 +30,7 @@ from dflash_engine.processes import (
     become_subreaper,
     die_with_parent,
     end_tree,
+    marked_processes,
     process_identity,
     reap_orphans,
 )
@@ -183,19 +184,45 @@ def _hold_run(folder: Path, job: _Job) -> int | None:
     if job.run is None:
         return None
     run = folder.parent.parent / layout.run_dir(job.run)
-    run.mkdir(parents=True, exist_ok=True)
-    fd = os.open(run / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        fd = os.open(run / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _take(fd, folder, job)
+        except BaseException:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise EngineError(f"run {job.run} cannot be locked: {error}") from error
+    return fd
+
+
+def _take(fd: int, folder: Path, job: _Job) -> None:
+    """Lock the file and write this job's id into it. Raises JobRefusedError, naming the job that holds the run."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
-        os.close(fd)
+        locked = True
+    except BlockingIOError:
+        locked = False
+    holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
+    # The mark as well: torchrun closes what its ranks would inherit, so a rank does not keep the lock.
+    alive = _left_by(folder.with_name(holder)) if layout.is_valid_name(holder) else []
+    if alive or not locked:
+        pids = f" (pids {', '.join(map(str, alive))})" if alive else ""
         raise JobRefusedError(
-            f"run {job.run} is held by job {holder or 'unknown'}; stop that one first, or wait for its end"
-        ) from error
+            f"run {job.run} is held by job {holder or 'unknown'}{pids}; stop that one first or wait for its end, "
+            "or end its processes if it is lost"
+        )
     os.ftruncate(fd, 0)
     os.pwrite(fd, job.id.encode(), 0)
-    return fd
+
+
+def _left_by(folder: Path) -> list[int]:
+    """Pids of what runs of another job; none where its records do not say how to find it."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        mark = json.loads((folder / "process.json").read_bytes())["mark"]
+        return [process.pid for process in marked_processes(mark)]
+    return []
 
 
 def _start(folder: Path, job: _Job, mark: str, lock: int | None) -> subprocess.Popen[bytes]:

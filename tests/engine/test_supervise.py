@@ -322,10 +322,49 @@ def test_a_run_stays_held_while_its_job_outlives_a_killed_supervisor(make: Make)
     assert first.heard() == "up"
     supervisor.kill()
     supervisor.wait(TIMEOUT_S)
+    child = first.read("process.json")["child_pid"]
+    # Nobody is named, so nobody's mark is looked for: the lock itself is the child's too.
+    (first.path.parent.parent / "runs" / "r1" / "lock").write_text("")
     assert make("", id="second", run="r1").run()[0] == 9
-    os.kill(first.read("process.json")["child_pid"], signal.SIGKILL)
-    wait_for_end(first.read("process.json")["child_pid"])
+    os.kill(child, signal.SIGKILL)
+    wait_for_end(child)
     assert make("", id="third", run="r1").run()[0] == 0
+
+
+def test_a_run_stays_held_while_a_rank_that_closed_the_lock_lives(make: Make) -> None:
+    first = make(
+        """
+import subprocess
+rank = "import signal; from tell import tell; tell('up'); signal.pause()"
+process = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True)
+tell(process.pid)
+process.wait()
+""",
+        id="first",
+        run="r1",
+    )
+    supervisor = first.start()
+    rank = int(next(said for said in (first.heard(), first.heard()) if said != "up"))
+    supervisor.kill()
+    supervisor.wait(TIMEOUT_S)
+    wait_for_end(first.read("process.json")["child_pid"])
+    second = make("", id="second", run="r1")
+    code, errors = second.run()
+    assert code == 9
+    assert f"run r1 is held by job first (pids {rank});" in errors
+    assert second.read("exit.json")["reason"] == "not-started"
+    os.kill(rank, signal.SIGKILL)
+    wait_for_end(rank)
+    assert make("", id="third", run="r1").run()[0] == 0
+
+
+def test_a_run_that_cannot_be_locked_is_a_job_that_was_not_started(make: Make) -> None:
+    job = make("tell('up')", run="r1")
+    (job.path.parent.parent / "runs").write_text("no folder")
+    code, errors = job.run("--detach")
+    assert code == 1
+    assert "run r1 cannot be locked" in errors
+    assert job.read("exit.json")["reason"] == "not-started"
 
 
 def test_a_detached_supervisor_has_a_session_of_its_own_and_none_of_our_streams(make: Make) -> None:
