@@ -23,7 +23,7 @@ __all__ = ["app", "main"]
 # Plain help: rich's would cost a quarter of a second at every call.
 app = typer.Typer(
     name="dflash-console",
-    no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -37,6 +37,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 @app.callback()
 def choose_profile(
+    context: typer.Context,
     profile: Annotated[
         str | None,
         typer.Option(
@@ -47,8 +48,10 @@ def choose_profile(
         ),
     ] = None,
 ) -> None:
-    """Options that stand before every command."""
+    """Without a command: the dashboard. Options that stand before every command."""
     Chosen.profile = profile
+    if context.invoked_subcommand is None:
+        raise typer.Exit(_open_dashboard())
 
 
 @app.command()
@@ -61,12 +64,18 @@ def demo(
     steps: Annotated[int, typer.Option(min=0, help="Training steps; 0: the recipe's.")] = 0,
     limit: Annotated[int, typer.Option(min=0, help="Evaluate on so many prompts; 0: all.")] = 0,
     root: Annotated[Path | None, typer.Option(help="Where the demo hosts live.")] = None,
+    replay: Annotated[bool, typer.Option("--replay", help="Show a recorded demo; nothing runs.")] = False,
+    dashboard: Annotated[
+        bool | None, typer.Option(help="On the dashboard or as plain lines; default: by the terminal.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train, stage and evaluate on this machine.
 
     A small drafter for a real model, on two SSH hosts on loopback; about 6 minutes.
     """
+    if replay:
+        raise typer.Exit(_open_replay())
     from dflash_console.core import demo_hosts
     from dflash_console.core.demo import DemoOptions, DemoReport, run_demo
     from dflash_console.core.errors import ConsoleError
@@ -77,6 +86,12 @@ def demo(
         stopped = run(demo_hosts.stop_demo_hosts(place))
         say("the demo hosts are stopped" if stopped else "no demo hosts were running")
         return
+    if _wants_dashboard(dashboard, plain=as_json):
+        from dflash_console.core.operations import DemoRequest
+        from dflash_console.dashboard import open_demo
+
+        request = DemoRequest(str(place.absolute()), seed=seed, steps=steps, prompts_limit=limit)
+        raise typer.Exit(open_demo(request, keep=keep))
     options = DemoOptions(root=place, seed=seed, steps=steps, prompts_limit=limit)
     try:
         summary = run(run_demo(options, DemoReport(say, LinePrinter(say).event)))
@@ -328,6 +343,43 @@ async def _existing_job(conn: Any, job_id: str) -> Any:
 
     await view_job(conn, job_id)
     return job_ref(conn, job_id)
+
+
+def _open_dashboard() -> int:
+    """The dashboard on the chosen profile; on the first start a few questions make one."""
+    from dflash_console.core.profiles import load_profile, profile_search
+    from dflash_console.dashboard import open_profile, open_wizard
+
+    _require_terminal("the dashboard")
+    if Chosen.profile is None and not list(profile_search()[0].glob("*.toml")):
+        path = open_wizard()
+        if path is None:
+            say("no profile was written; `dflash-console demo` needs none")
+            return 0
+        return open_profile(load_profile(path.stem, profile_search()))
+    return open_profile(load_chosen_profile())
+
+
+def _open_replay() -> int:
+    from dflash_console.dashboard import open_replay
+
+    _require_terminal("a replay")
+    return open_replay()
+
+
+def _wants_dashboard(wanted: bool | None, *, plain: bool) -> bool:
+    from dflash_console.dashboard import is_terminal
+
+    if wanted:
+        _require_terminal("the dashboard")
+    return is_terminal() and not plain if wanted is None else wanted
+
+
+def _require_terminal(what: str) -> None:
+    from dflash_console.dashboard import is_terminal
+
+    if not is_terminal():
+        raise typer.BadParameter(f"{what} needs a terminal; `dflash-console --help` lists what works without one.")
 
 
 def _print_summary(summary: DemoSummary, *, keep: bool) -> None:

@@ -13,7 +13,7 @@ from dflash_engine.events import Event, number
 if TYPE_CHECKING:
     from dflash_console.core.demo import DemoSummary
 
-__all__ = ["LinePrinter", "acceptance", "demo_table", "si"]
+__all__ = ["LinePrinter", "acceptance", "demo_table", "event_text", "si"]
 
 _STEP_INTERVAL_S = 2.0
 _PROGRESS_INTERVAL_S = 3.0
@@ -35,6 +35,42 @@ def acceptance(shares: list[float]) -> str:
     return "  ".join(f"{k} {share:.2f}".replace(" 0.", " .") for k, share in enumerate(shares, start=1))
 
 
+def event_text(event: Event) -> str:
+    """An event as a line of its own, for those that come once; empty for others. Made printable by the caller."""
+    data = event.data
+    match event.type:
+        case "job.started":
+            start = f", resumed at step {data['start_step']}" if data.get("start_step") else ""
+            return f"{data.get('kind')} job {data.get('job')} started{start}"
+        case "train.plan":
+            return (
+                f"{data.get('steps')} steps, {data.get('target_ranks')} target + {data.get('drafter_ranks')} "
+                f"drafter ranks, block {data.get('block_size')}, taps {data.get('target_layer_ids')}, "
+                f"{si(number(data.get('parameters')))} parameters; {data.get('detail')}"
+            )
+        case "train.checkpoint":
+            return f"checkpoint {data.get('name')} written, {number(data.get('size_bytes')) / 1e6:.1f} MB"
+        case "eval.step":
+            if data.get("state") in ("started", "progress"):
+                return ""  # its end says more
+            detail = f" ({data['detail']})" if data.get("detail") else ""
+            return f"eval {data.get('n')}/{data.get('of')} {data.get('name')}: {data.get('state')}{detail}"
+        case "eval.result":
+            shares = data.get("acceptance_by_position")
+            by_position = acceptance([number(share) for share in shares] if isinstance(shares, list) else [])
+            return (
+                f"eval done: tau {number(data.get('tau')):.3f} over {si(number(data.get('steps')))} "
+                f"verification steps; by position {by_position}"
+            )
+        case "alert":
+            return f"{data.get('level')}: {data.get('message')}"
+        case "job.finished":
+            message = f": {data['message']}" if data.get("message") else ""
+            return f"job ended, {data.get('reason')}{message}"
+        case _:
+            return ""
+
+
 class LinePrinter:
     """Writes one line for each event worth one; frequent ones are thinned out by time, never the last of a kind."""
 
@@ -51,38 +87,14 @@ class LinePrinter:
             self._write(printable(f"{host}  {text}", 1000))
 
     def _text(self, event: Event) -> str:
-        data = event.data
         match event.type:
-            case "job.started":
-                start = f", resumed at step {data['start_step']}" if data.get("start_step") else ""
-                return f"{data.get('kind')} job {data.get('job')} started{start}"
             case "train.plan":
-                self._steps = number(data.get("steps"))
-                return (
-                    f"{data.get('steps')} steps, {data.get('target_ranks')} target + {data.get('drafter_ranks')} "
-                    f"drafter ranks, block {data.get('block_size')}, taps {data.get('target_layer_ids')}, "
-                    f"{si(number(data.get('parameters')))} parameters; {data.get('detail')}"
-                )
+                self._steps = number(event.data.get("steps"))
             case "train.step":
                 return self._step(event)
-            case "train.checkpoint":
-                return f"checkpoint {data.get('name')} written, {number(data.get('size_bytes')) / 1e6:.1f} MB"
             case "eval.step":
                 return self._eval_step(event)
-            case "eval.result":
-                shares = data.get("acceptance_by_position")
-                by_position = acceptance([number(share) for share in shares] if isinstance(shares, list) else [])
-                return (
-                    f"eval done: tau {number(data.get('tau')):.3f} over {si(number(data.get('steps')))} "
-                    f"verification steps; by position {by_position}"
-                )
-            case "alert":
-                return f"{data.get('level')}: {data.get('message')}"
-            case "job.finished":
-                message = f": {data['message']}" if data.get("message") else ""
-                return f"job ended, {data.get('reason')}{message}"
-            case _:
-                return ""
+        return event_text(event)
 
     def _step(self, event: Event) -> str:
         data = event.data
@@ -103,19 +115,19 @@ class LinePrinter:
 
     def _eval_step(self, event: Event) -> str:
         data = event.data
+        if data.get("state") != "progress":
+            return event_text(event)
         now = time.monotonic()
-        state = data.get("state")
-        if state == "started":
-            return ""  # its end, or its progress, says more
-        if state == "progress":
-            if now < self._next_progress:
-                return ""
-            self._next_progress = now + _PROGRESS_INTERVAL_S
-        done = f" {data.get('done')}/{data.get('total')} {data.get('unit')}" if state == "progress" else ""
-        eta = number(data.get("eta_s"))
-        left = f", {eta:.0f} s left" if math.isfinite(eta) and state == "progress" else ""
-        detail = f" ({data['detail']})" if data.get("detail") else ""
-        return f"eval {data.get('n')}/{data.get('of')} {data.get('name')}: {state}{done}{left}{detail}"
+        if now < self._next_progress:
+            return ""
+        self._next_progress = now + _PROGRESS_INTERVAL_S
+        eta, tau = number(data.get("eta_s")), number(data.get("tau"))
+        left = f", {eta:.0f} s left" if math.isfinite(eta) else ""
+        so_far = f", tau so far {tau:.3f}" if math.isfinite(tau) else ""
+        return (
+            f"eval {data.get('n')}/{data.get('of')} {data.get('name')}: progress {data.get('done')}/"
+            f"{data.get('total')} {data.get('unit')}{left}{so_far}"
+        )
 
 
 def demo_table(summary: DemoSummary, *, keep: bool) -> list[str]:

@@ -29,6 +29,7 @@ __all__ = [
     "guarded",
     "load_chosen_profile",
     "print_json",
+    "report_fault",
     "run",
     "say",
 ]
@@ -44,19 +45,28 @@ class Chosen:
 
 def guarded(app: Callable[[], None]) -> None:
     """Run the command line; no traceback reaches a user."""
-    from dflash_console.core.errors import ConsoleError, UnexpectedError
+    from dflash_console.core.errors import ConsoleError
 
     try:
         app()  # ends with SystemExit; usage errors are its own
     except ConsoleError as error:
         sys.exit(fail(error))
     except Exception as error:  # noqa: BLE001 # the last line of defence
-        folder = data_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        log = folder / "errors.log"
-        with log.open("a", encoding="utf-8") as file:
-            traceback.print_exception(error, file=file)
-        sys.exit(fail(UnexpectedError(f"internal error ({type(error).__name__}: {error}); details are in {log}.")))
+        sys.exit(report_fault(error))
+
+
+def report_fault(error: BaseException) -> int:
+    """A fault of this program: its traceback goes to a log file, one line names that; returns the exit code."""
+    from dflash_console.core.errors import UnexpectedError
+
+    folder = data_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "errors.log"
+    with log.open("a", encoding="utf-8") as file:
+        traceback.print_exception(error, file=file)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return fail(UnexpectedError(f"internal error ({type(error).__name__}: {error}); details are in {log}."))
 
 
 def fail(error: Any) -> int:

@@ -124,6 +124,8 @@ class EvalStep(Record):
     unit: str = ""
     eta_s: float | None = None
     detail: str = ""
+    tau: float | None = None
+    """Acceptance length over the verification steps so far; step 5 only."""
 
 
 @dataclass(frozen=True)

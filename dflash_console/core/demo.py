@@ -26,7 +26,7 @@ from dflash_console.core.follow import follow_events
 from dflash_console.core.jobs import JobRef, job_ref, list_jobs, view_job
 from dflash_console.core.profiles import Profile, load_profile, shipped_profiles_dir
 from dflash_console.core.ssh import Connections, HostConnection
-from dflash_console.core.staging import StageResult, stage
+from dflash_console.core.staging import StageProgress, StageResult, stage
 from dflash_console.core.training import launch_training
 from dflash_engine.evaluation.identity import EvaluationSettings
 from dflash_engine.events import Event, TrainStep, number
@@ -64,10 +64,17 @@ class DemoOptions(msgspec.Struct, frozen=True):
 
 
 class DemoReport(msgspec.Struct, frozen=True):
-    """How the demo tells what happens: a sentence, or an event of a job on a host."""
+    """How the demo tells what happens: a sentence, or an event of a job on a host.
+
+    `profile` hears of the profile's file once the hosts are up. `transfer` is asked, with checkpoint, source and
+    destination, for what hears of a staging's progress; `staged` hears of its bytes and seconds at its end.
+    """
 
     say: Callable[[str], None]
     event: Callable[[str, Event], None]
+    profile: Callable[[Path], None] = lambda path: None
+    transfer: Callable[[CheckpointView, str, str], Callable[[StageProgress], None] | None] = lambda *what: None
+    staged: Callable[[CheckpointView, str, str, int, float], None] = lambda *what: None
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -110,6 +117,7 @@ async def run_demo(options: DemoOptions, report: DemoReport) -> DemoSummary:
     """
     began = time.monotonic()
     profile = await _prepare_hosts(options, report)
+    report.profile(profile.path)
     return await train_stage_evaluate(profile, options, report, began=began)
 
 
@@ -211,7 +219,13 @@ async def _prepare_hosts(options: DemoOptions, report: DemoReport) -> Profile:
     ports = ", ".join(f"{name} 127.0.0.1:{host.port}" for name, host in sorted(running.hosts.items()))
     report.say(f"hosts: {ports} (key authentication, host keys of their own)")
     prompts = options.prompts or shipped_profiles_dir() / "data" / "smollm2-python-heldout.jsonl"
-    demo_hosts.write_demo_profile(options.root, running, targets={TARGET_NAME: target}, prompts={"heldout": prompts})
+    demo_hosts.write_demo_profile(
+        options.root,
+        running,
+        targets={TARGET_NAME: target},
+        prompts={"heldout": prompts},
+        roles={TRAINER: "train", EVALUATOR: "evaluate"},
+    )
     return load_profile(str(demo_hosts.profile_path(options.root)), ())
 
 
@@ -274,12 +288,15 @@ async def _first_checkpoint(
 async def _stage(
     source: HostConnection, destination: HostConnection, checkpoint: CheckpointView, report: DemoReport
 ) -> StageResult:
-    result = await stage(source, destination, checkpoint)
-    size = (result.bytes_sent + result.bytes_reused) / 1e6
-    report.say(
-        f"{checkpoint.name} staged {source.name} → {destination.name}: {size:.1f} MB in {result.seconds:.1f} s, "
-        "SHA-256 verified on both ends"
-    )
+    progress = report.transfer(checkpoint, source.name, destination.name)
+    result = await stage(source, destination, checkpoint, progress=progress)
+    size = result.bytes_sent + result.bytes_reused
+    report.staged(checkpoint, source.name, destination.name, size, result.seconds)
+    if progress is None:
+        report.say(
+            f"{checkpoint.name} staged {source.name} → {destination.name}: {size / 1e6:.1f} MB in "
+            f"{result.seconds:.1f} s, SHA-256 verified on both ends"
+        )
     return result
 
 

@@ -141,9 +141,12 @@ def write_demo_profile(
     *,
     targets: Mapping[str, Path],
     prompts: Mapping[str, Path],
+    roles: Mapping[str, str],
     max_new_tokens: int = 64,
 ) -> Path:
     """Write the profile of these hosts; every host has all `targets`, and this Python. Returns its path.
+
+    `roles` says what a host is for: `train` or `evaluate`.
 
     The first target and all prompts become the defaults of `run-eval`.
     """
@@ -158,6 +161,7 @@ def write_demo_profile(
             f"identity = {_toml(str(identity_path(root).absolute()))}",
             f"known_hosts = {_toml(str(known_hosts_path(root).absolute()))}",
             'state = "~/dflash"',
+            *([f"roles = [{_toml(roles[name])}]"] if name in roles else []),
             f"python = {_toml(sys.executable)}",
             "",
             f"[hosts.{_toml(name)}.targets]",

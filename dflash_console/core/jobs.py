@@ -94,6 +94,12 @@ class JobView(msgspec.Struct, frozen=True):
     state: JobState
     reason: str
     created: float
+    checkpoint: str = ""
+    """`RUN:step_N` where the job evaluates one."""
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    checkpoint: str = ""
 
 
 class _Job(msgspec.Struct, frozen=True):
@@ -101,6 +107,7 @@ class _Job(msgspec.Struct, frozen=True):
     kind: str
     created: float
     run: str | None = None
+    request: _Asked = _Asked()
 
 
 class _Process(msgspec.Struct, frozen=True):
@@ -193,7 +200,8 @@ async def view_job(conn: HostConnection, job_id: str) -> JobView:
         return await _view_unwritten(conn, job)
     state, reason = await _judge(conn, job, record.created)
     run = None if record.run is None else printable(record.run, 100)
-    return JobView(conn.name, job_id, printable(record.kind, 40), run, state, reason, record.created)
+    asked = printable(record.request.checkpoint, 200)
+    return JobView(conn.name, job_id, printable(record.kind, 40), run, state, reason, record.created, asked)
 
 
 async def request_stop(conn: HostConnection, job_id: str) -> None:

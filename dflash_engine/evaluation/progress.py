@@ -6,16 +6,23 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from dflash_engine.evaluation.acceptance import Acceptance
 from dflash_engine.evaluation.report import PromptRow
 from dflash_engine.events import EvalPrompt, EvalResult, EvalStep, EventWriter
 
-__all__ = ["StepEvents"]
+__all__ = ["ProgressReport", "StepEvents"]
 
 _INTERVAL_S = 0.5
 """At most one progress record in this time."""
 _NAMES = ("target", "drafter checkpoint", "greedy references", "hidden states", "drafter evaluation")
+
+
+class ProgressReport(Protocol):
+    """What takes done and total of a step, and the acceptance length so far where there is one."""
+
+    def __call__(self, done: int, total: int, tau: float | None = None) -> None: ...
 
 
 class StepEvents:
@@ -39,17 +46,19 @@ class StepEvents:
 
         yield done
 
-    def progress(self, n: int, unit: str) -> Callable[[int, int], None]:
-        """A function that takes done and total of step n, and says so at most twice a second, with an estimate."""
+    def progress(self, n: int, unit: str) -> ProgressReport:
+        """What reports step n's progress: at most twice a second, with an estimate of the time left."""
         began = time.perf_counter()
 
-        def report(done: int, total: int) -> None:
+        def report(done: int, total: int, tau: float | None = None) -> None:
             now = time.perf_counter()
             if now - self._last < _INTERVAL_S:
                 return
             self._last = now
             eta_s = round((now - began) * (total - done) / done, 1) if done else None
-            self._writer.write(EvalStep(n, _NAMES[n - 1], "progress", done=done, total=total, unit=unit, eta_s=eta_s))
+            self._writer.write(
+                EvalStep(n, _NAMES[n - 1], "progress", done=done, total=total, unit=unit, eta_s=eta_s, tau=tau)
+            )
 
         return report
 

@@ -12,7 +12,8 @@
 | `steps`, `tokens`, `histogram`, `acceptance_by_position` | see `acceptance.Acceptance` |
 | `features` | mean, std, finite of `hidden_norm(fc(taps))` on the first prompt |
 | `prompts` | one row a prompt: `id`, `tau` (null without a step), `accepted` (tokens each step yielded) |
-| | and `prompt_tokens`, `completion` (token ids), `finish` (`stop` or `length`) |
+| | and `matched` (drafted tokens each step accepted), `prompt_tokens`, `completion` (token ids), |
+| | `pieces` (the text that each of these adds), `finish` (`stop` or `length`) |
 | `engine_hash`, `versions`, `threads`, `seconds` | who computed it, and how long each step took |
 """
 
@@ -50,6 +51,7 @@ class PromptRow:
     id: str
     prompt_tokens: int
     completion: tuple[int, ...]
+    pieces: tuple[str, ...]
     finish: str
     trace: PromptTrace
 
@@ -59,8 +61,10 @@ class PromptRow:
             "id": self.id,
             "tau": self.trace.tau,
             "accepted": self.trace.yields,
+            "matched": [step.matched for step in self.trace.steps],
             "prompt_tokens": self.prompt_tokens,
             "completion": list(self.completion),
+            "pieces": list(self.pieces),
             "finish": self.finish,
         }
 

@@ -179,7 +179,14 @@ class _Evaluation:
                 drafter, embedding, head, paths, block_size=block_size, progress=self._events.progress(5, "tokens")
             )
             rows = [
-                PromptRow(prompt.id, len(prompt.tokens), completion.tokens, completion.finish, trace)
+                PromptRow(
+                    id=prompt.id,
+                    prompt_tokens=len(prompt.tokens),
+                    completion=completion.tokens,
+                    pieces=tuple(tokens.pieces(completion.tokens)),
+                    finish=completion.finish,
+                    trace=trace,
+                )
                 for prompt, completion, trace in zip(prompts.prompts, completions, traces, strict=True)
             ]
             for row in rows:

@@ -50,22 +50,25 @@ def walk(
     paths: Sequence[ReferencePath],
     *,
     block_size: int,
-    progress: Callable[[int, int], None],
+    progress: Callable[[int, int, float | None], None],
 ) -> list[PromptTrace]:
     """The verification steps of every path, in the order given.
 
     embedding and head [V, H] are the target's. The last block shrinks to the tokens still allowed + 1; a
     drafter does not know of a stop token ahead, so that one shrinks nothing, and slots behind it are judged by
-    nobody. `progress` hears of tokens walked and in all, those of the prefill left out.
+    nobody. `progress` hears of tokens walked and in all, those of the prefill left out, and of the acceptance
+    length so far.
     """
     total = sum(len(path.tokens) - 1 - path.first_anchor for path in paths)
-    walked = 0
+    walked = steps = 0
     traces: dict[int, PromptTrace] = {}
     for chosen in _batches(paths):
         batch = _Lockstep(drafter, embedding, head, [paths[i] for i in chosen], block_size)
         while batch.advance():
-            progress(walked + batch.walked(), total)
+            done = walked + batch.walked()
+            progress(done, total, done / (steps + batch.steps()))
         walked += batch.walked()
+        steps += batch.steps()
         traces.update(zip(chosen, batch.traces(), strict=True))
     return [traces[i] for i in range(len(paths))]
 
@@ -109,6 +112,10 @@ class _Lockstep:
         """Completion tokens that are behind the anchors by now."""
         started = torch.tensor([path.first_anchor for path in self._paths])
         return int((self._anchors - started).sum())
+
+    def steps(self) -> int:
+        """Verification steps made by now."""
+        return sum(len(steps) for steps in self._steps)
 
     def traces(self) -> list[PromptTrace]:
         """Every path's steps so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,23 @@ class TargetTokens:
             messages, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False
         )
         return [int(i) for i in ids]
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text that each token adds, special tokens included; together they are the decoded text.
+
+        A token that ends inside a character adds nothing; the one that completes it adds all of it.
+        """
+        found: list[str] = []
+        begin = shown = 0
+        for end in range(1, len(ids) + 1):
+            text = self.tokenizer.decode(ids[begin:end], clean_up_tokenization_spaces=False)
+            whole = not text.endswith("\ufffd") or end == len(ids)
+            found.append(text[shown:] if whole else "")
+            if whole:
+                # What follows is decoded behind this token, because some decoders treat a text's first one apart.
+                begin = end - 1
+                shown = len(self.tokenizer.decode(ids[begin:end], clean_up_tokenization_spaces=False))
+        return found
 
 
 def load_tokens(folder: Path) -> TargetTokens:

@@ -40,7 +40,13 @@ async def root(tmp_path: Path) -> AsyncIterator[Path]:
 
 def profile_of(root: Path, hosts: DemoHosts) -> Profile:
     """The profile that the demo writes, loaded."""
-    write_demo_profile(root, hosts, targets={"tiny": root / "tiny"}, prompts={"heldout": root / "p.jsonl"})
+    write_demo_profile(
+        root,
+        hosts,
+        targets={"tiny": root / "tiny"},
+        prompts={"heldout": root / "p.jsonl"},
+        roles={"ct200": "train"},
+    )
     return load_profile(str(demo_hosts.profile_path(root)), [])
 
 

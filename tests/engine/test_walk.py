@@ -51,7 +51,9 @@ def path(prompt: Sequence[int], completion: Sequence[int], max_new_tokens: int) 
 
 
 def walked(
-    paths: Sequence[ReferencePath], block_size: int, progress: Callable[[int, int], None] = lambda done, total: None
+    paths: Sequence[ReferencePath],
+    block_size: int,
+    progress: Callable[[int, int, float | None], None] = lambda done, total, tau: None,
 ) -> list[PromptTrace]:
     return walk(drafter(), *embedding_and_head(), paths, block_size=block_size, progress=progress)
 
