@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.text import Text
 from textual.widget import Widget
 
-from dflash_console.widgets.looks import DIM, STRONG, dash
+from dflash_console.widgets.looks import DIM, STRONG, dash, is_ascii
 
 __all__ = ["Chart", "draw_chart"]
 
@@ -95,7 +95,6 @@ class Chart(Widget):
         self._value: Text = dash()
         self._log = False
         self._drawn: tuple[object, ...] = ()
-        self.ascii_only = False
         self.draws = 0
 
     def show(
@@ -106,7 +105,8 @@ class Chart(Widget):
         if key == self._drawn:
             return
         self._drawn = key
-        self._points, self._value, self._log = (xs, ys), value, log
+        # Copies: the board's columns grow between this and the drawing.
+        self._points, self._value, self._log = (list(xs), list(ys)), value, log
         finite = [y for y in ys if math.isfinite(y)]
         span = f"{_short(min(finite))} to {_short(max(finite))}" if finite else ""
         self.border_title = f"{self._title}{' (log)' if log else ''}"
@@ -120,7 +120,7 @@ class Chart(Widget):
         xs, ys = self._points
         if not any(math.isfinite(y) for y in ys):
             return Text("\n" * (max(0, height - 1) // 2) + "not known yet".center(width), style=DIM)
-        lines = draw_chart(xs, ys, width, height, log=self._log, ascii_only=self.ascii_only)
+        lines = draw_chart(xs, ys, width, height, log=self._log, ascii_only=is_ascii())
         value = self._value.copy()
         value.stylize(STRONG)
         value = Text(" ") + value

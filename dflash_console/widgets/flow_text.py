@@ -8,6 +8,8 @@ from rich.text import Text
 from textual.geometry import Size
 from textual.widget import Widget
 
+from dflash_console.widgets.looks import drawable
+
 __all__ = ["FlowText"]
 
 
@@ -26,7 +28,7 @@ class FlowText(Widget):
         """Replace the text."""
         self._draw = draw
         width, before = self._drawn
-        text = draw(width) if width else Text("")
+        text = drawable(draw(width)) if width else Text("")
         if not width or text != before:
             self._drawn = (width, text)
             self.draws += 1
@@ -41,7 +43,7 @@ class FlowText(Widget):
 
     def _at(self, width: int) -> Text:
         if self._drawn[0] != width:
-            self._drawn = (width, self._draw(width))
+            self._drawn = (width, drawable(self._draw(width)))
         return self._drawn[1]
 
 

@@ -9,7 +9,7 @@ from textual import events
 from textual.widget import Widget
 
 from dflash_console.screens.view import KeyHint
-from dflash_console.widgets.looks import DIM, STRONG, TROUBLE, WARN, glyph
+from dflash_console.widgets.looks import DIM, STRONG, TROUBLE, WARN, drawable, glyph
 
 __all__ = ["KeyBar"]
 
@@ -47,7 +47,7 @@ class KeyBar(Widget):
                 self.app.simulate_key(key)
 
     def render(self) -> Text:
-        return self._text
+        return drawable(self._text)
 
     def _places(self, views: Sequence[str], current: int, width: int) -> Text:
         text = Text(" ", no_wrap=True)

@@ -29,9 +29,11 @@ __all__ = [
     "age",
     "bar",
     "dash",
+    "drawable",
     "duration",
     "glyph",
     "host_mark",
+    "is_ascii",
     "job_mark",
     "number_text",
     "plain",
@@ -68,6 +70,7 @@ _GLYPHS = {
     "dot": ("·", "."),
     "rule": ("─", "-"),
 }
+_TWINS = str.maketrans("…→±·×⏎←─", "~>+.x<<-")
 _BARS = (" ▁▂▃▄▅▆▇█", " .:-=+*#@")
 _FULL, _REST = ("▇", "#"), ("░", ".")
 
@@ -83,6 +86,20 @@ def use_ascii(wanted: bool | None = None) -> bool:
         wanted = not encoding.startswith("utf")
     _Charset.ascii_only = wanted
     return wanted
+
+
+def is_ascii() -> bool:
+    """Whether only ASCII is drawn."""
+    return _Charset.ascii_only
+
+
+def drawable(text: Text) -> Text:
+    """The text in the present character set: the few signs that are no glyphs have ASCII twins as well."""
+    if not _Charset.ascii_only or text.plain.isascii():
+        return text
+    twin = text.copy()
+    twin.plain = text.plain.translate(_TWINS)
+    return twin
 
 
 def glyph(name: str) -> str:

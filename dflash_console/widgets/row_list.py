@@ -18,6 +18,8 @@ from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from dflash_console.widgets.looks import drawable
+
 __all__ = ["Row", "RowList"]
 
 _CURSOR = Style(bgcolor="#2d333b")
@@ -101,7 +103,7 @@ class RowList(ScrollView, can_focus=True):
         """Replace the rows; redraws only where a line changed."""
         self._rows = list(rows)
         width = self._line_width()
-        drawn = [row.draw(width) for row in self._rows]
+        drawn = [drawable(row.draw(width)) for row in self._rows]
         keys = self.keys
         if self._at_end and keys:
             self._choose(keys[-1])

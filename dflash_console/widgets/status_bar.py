@@ -8,7 +8,7 @@ from rich.text import Text
 from textual.widget import Widget
 
 from dflash_console.core.board import Board
-from dflash_console.widgets.looks import DIM, STRONG, TROUBLE
+from dflash_console.widgets.looks import DIM, STRONG, TROUBLE, drawable
 
 __all__ = ["StatusBar", "status_line"]
 
@@ -53,4 +53,4 @@ class StatusBar(Widget):
             self.refresh()
 
     def render(self) -> Text:
-        return self._line
+        return drawable(self._line)
