@@ -504,6 +504,7 @@ class Dashboard(App[None]):
         if message.key and message.row_list.id == "overview-list" and message.key[0] == "run":
             self.run_key = (message.key[1], message.key[2])
         self._drawn = (-1, -1)
+        self._draw_keys()  # what the keys do depends on what is chosen
 
     def on_input_changed(self, message: Input.Changed) -> None:
         if message.input.id == "filter" and message.input.display:

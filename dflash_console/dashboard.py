@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from dflash_console.core.profiles import Profile
     from dflash_console.core.source import Source
 
-__all__ = ["is_terminal", "open_demo", "open_profile", "open_replay", "open_wizard"]
+__all__ = ["is_terminal", "open_demo", "open_profile", "open_replay", "open_wizard", "settle_memory"]
 
 
 def is_terminal() -> bool:
@@ -89,10 +90,20 @@ def _run(source: Source) -> int:
 
     _log_to_file()
     app = Dashboard(source)
+    settle_memory()
     app.run()
     if app.fault is not None:
         return report_fault(app.fault)
     return app.return_code or 0
+
+
+def settle_memory() -> None:
+    """Take what is loaded by now out of the garbage collector's sight.
+
+    A full collection looks at every object there is, and the loop stands still meanwhile.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _log_to_file() -> None:

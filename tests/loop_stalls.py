@@ -31,6 +31,12 @@ def _waited_s(path: Path) -> float:
     return int(path.read_text().split()[1]) / 1e9
 
 
+def _what(handle: Any) -> str:
+    """The coroutine that a callback went on with, or the callback."""
+    task = getattr(handle._callback, "__self__", None)
+    return repr(task if isinstance(task, asyncio.Task) else handle)[:300]
+
+
 @contextmanager
 def measured_stalls() -> Iterator[Stalls]:
     """Times every callback of event loops of this thread: computing and blocking count, waiting for a core does not."""
@@ -50,9 +56,9 @@ def measured_stalls() -> Iterator[Stalls]:
             took = time.perf_counter() - began
             if took > 0.01:
                 took -= _waited_s(schedstat) - waited
-                stalls.over_10_ms.append((took, repr(handle)[:300]))
+                stalls.over_10_ms.append((took, _what(handle)))
                 if took > stalls.longest_s:
-                    stalls.longest_s, stalls.what = took, repr(handle)[:300]
+                    stalls.longest_s, stalls.what = took, _what(handle)
 
     asyncio.events.Handle._run = timed  # type: ignore[method-assign]
     try:

@@ -18,6 +18,7 @@ from dflash_console.core import demo_hosts
 from dflash_console.core.live import DemoSource, LiveSource
 from dflash_console.core.operations import DemoRequest, Operations
 from dflash_console.core.profiles import load_profile
+from dflash_console.dashboard import settle_memory
 from tests.console.test_dashboard import keys_text, screen_text
 from tests.loop_stalls import measured_stalls
 from tests.models import make_target
@@ -47,6 +48,8 @@ async def test_watch_stage_evaluate_lose_a_host_quit_and_come_back(root: Path, t
     material.mkdir()
     make_target(material / "target")
     write_recipe(material)
+    recipe = material / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("checkpoint_every = 100", "checkpoint_every = 10"))
     prompts = [{"id": f"p{i}", "messages": [{"role": "user", "content": f"say {i}"}]} for i in range(3)]
     (material / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     operations = tmp_path / "operations"
@@ -54,13 +57,15 @@ async def test_watch_stage_evaluate_lose_a_host_quit_and_come_back(root: Path, t
         root=str(root),
         steps=30,
         target=str(material / "target"),
-        recipe=str(material / "recipe.toml"),
+        recipe=str(recipe),
         prompts=str(material / "prompts.jsonl"),
     )
     with measured_stalls() as stalls:
         demo = DemoSource(request, Operations(operations))
         app = Dashboard(demo)
         async with app.run_test(size=(120, 40)) as pilot:
+            await pilot.pause()
+            settle_memory()  # as the command does; this process holds torch, because it made the target
             await pilot.pause()
             stalls.begin()
             await until(pilot, lambda: demo.is_over, "the end of the demo")
