@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
+import struct
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fcntl import ioctl
 from pathlib import Path
 
 import pytest
@@ -270,3 +276,59 @@ def test_launch_follow_stage_evaluate_with_commands_alone(bench: Bench) -> None:
     stopped = console("-p", profile, "stop", job, "--host", "ct200")
     assert stopped.returncode == 11
     assert "does not run, it is finished" in stopped.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("demo", "--replay"), ("demo", "--dashboard")])
+def test_a_dashboard_without_a_terminal_is_a_usage_error_that_names_the_way_out(
+    arguments: tuple[str, ...], operator_home: Path
+) -> None:
+    done = console(*arguments)
+    assert done.returncode == 2
+    assert "needs a terminal" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def in_terminal(*arguments: str, keys: bytes, until: bytes) -> tuple[int, bytes]:
+    """Run the command in a pseudo-terminal; press keys once a text is seen. Returns exit code and all output."""
+    leader, follower = pty.openpty()
+    ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    process = subprocess.Popen(
+        [*CONSOLE, *arguments],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        cwd=ROOT,
+        env={**os.environ, "TERM": "xterm-256color"},
+        start_new_session=True,
+    )
+    os.close(follower)
+    seen, pressed, deadline = b"", False, time.monotonic() + 60
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            if select.select([leader], [], [], 0.1)[0]:
+                try:
+                    seen += os.read(leader, 1 << 16)
+                except OSError:
+                    break  # the other end is closed
+            if not pressed and until in seen:
+                pressed = True
+                os.write(leader, keys)
+        return process.wait(10), seen
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)
+
+
+def test_a_replay_in_a_terminal_shows_itself_and_quits() -> None:
+    code, seen = in_terminal("demo", "--replay", keys=b"q", until=b"quit")
+    assert code == 0
+    assert b"REPLAY" in seen
+    assert b"Traceback" not in seen
+
+
+def test_the_first_start_asks_for_a_host_and_esc_writes_nothing(operator_home: Path) -> None:
+    code, seen = in_terminal(keys=b"\x1b", until=b"Private key")
+    assert code == 0
+    assert b"no profile was written" in seen
+    assert not list(operator_home.rglob("*.toml"))

@@ -144,6 +144,10 @@ def test_the_numbers_of_prompts_events_and_totals_are_the_same_numbers(evaluate:
     for row in found["prompts"]:
         assert 1 + sum(row["accepted"]) == len(row["completion"]) <= NEW_TOKENS
         assert row["finish"] == ("stop" if len(row["completion"]) < NEW_TOKENS else "length")
+        assert len(row["pieces"]) == len(row["completion"])
+        assert len(row["matched"]) == len(row["accepted"])
+        # What a step adds are the drafts it accepted and, unless a stop or the limit cut it, one token more.
+        assert all(m <= y <= m + 1 for m, y in zip(row["matched"], row["accepted"], strict=True))
 
 
 def test_another_checkpoint_finds_references_and_states_ready_and_needs_no_target_model(

@@ -327,3 +327,15 @@ def test_a_file_that_cannot_be_converted_is_one_line_and_leaves_nothing(
     assert error.splitlines()[-1].startswith("dflash-engine: error: ")
     assert "Traceback" not in error
     assert {path.name for path in tmp_path.iterdir()} <= {"bad.gguf", "operator"}
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "two  spaces\n\tand lines", "emoji 🙂🙃 and ümläut", "日本語", "<|im_end|>", "", "🙂"]
+)
+def test_pieces_of_tokens_are_together_the_decoded_text(text: str, tmp_path: Path) -> None:
+    tokens = load_tokens(make_target(tmp_path / "target"))
+    ids = tokens.tokenizer(text)["input_ids"]
+    pieces = tokens.pieces(ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == tokens.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert not any("\ufffd" in piece for piece in pieces)

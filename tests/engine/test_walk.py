@@ -168,8 +168,15 @@ def test_states_at_and_behind_an_anchor_change_no_draft() -> None:
 
 
 def test_progress_ends_with_every_token_walked() -> None:
-    paths, heard = mixed_paths(), list[tuple[int, int]]()
-    walked(paths, 8, lambda done, total: heard.append((done, total)))
+    paths, heard, taus = mixed_paths(), list[tuple[int, int]](), list[float | None]()
+
+    def report(done: int, total: int, tau: float | None) -> None:
+        heard.append((done, total))
+        taus.append(tau)
+
+    traces = walked(paths, 8, report)
+    yields = [y for trace in traces for y in trace.yields]
+    assert taus[-1] == sum(yields) / len(yields)
     behind_the_first = sum(len(p.tokens) - p.prompt_length - 1 for p in paths)
     assert heard == sorted(heard)
     assert heard[-1] == (behind_the_first, behind_the_first)
