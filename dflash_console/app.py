@@ -15,7 +15,6 @@ from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.screen import Screen
-from textual.theme import Theme
 from textual.widgets import Input
 
 from dflash_console.core.board import CheckpointState
@@ -32,6 +31,7 @@ from dflash_console.screens.logs import LogsView
 from dflash_console.screens.overview import NARROW, OverviewView
 from dflash_console.screens.run import RunView
 from dflash_console.screens.view import KeyHint, View
+from dflash_console.theme import THEME
 from dflash_console.widgets.key_bar import KeyBar
 from dflash_console.widgets.looks import use_ascii
 from dflash_console.widgets.row_list import RowList
@@ -45,20 +45,6 @@ _DRAW_S = 0.26
 """Four times in any second, and not five."""
 _NOTICE_S = 8.0
 _OVERVIEW, _RUN, _CHECKPOINTS, _EVALUATIONS, _LOGS = range(5)
-
-_THEME = Theme(
-    name="dflash",
-    primary="#adbac7",
-    secondary="#7d8590",
-    background="#0d1117",
-    surface="#0d1117",
-    panel="#161b22",
-    foreground="#c9d1d9",
-    success="#7ccf7c",
-    warning="#e8c15a",
-    error="#ff7b72",
-    dark=True,
-)
 
 
 class Dashboard(App[None]):
@@ -110,7 +96,7 @@ class Dashboard(App[None]):
         yield self._key_bar
 
     def on_mount(self) -> None:
-        self.register_theme(_THEME)
+        self.register_theme(THEME)
         self.theme = "dflash"
         use_ascii()
         self._field.display = False

@@ -76,9 +76,12 @@ def open_wizard() -> Path | None:
     from textual.app import App
 
     from dflash_console.screens.wizard import WizardScreen
+    from dflash_console.theme import THEME
 
     class Wizard(App[Path | None]):
         def on_mount(self) -> None:
+            self.register_theme(THEME)
+            self.theme = THEME.name
             self.push_screen(WizardScreen(), self.exit)
 
     _log_to_file()

@@ -61,7 +61,7 @@ def _columns(board: Board) -> list[Column]:
         Column("age", 6, "right", rank=3),
         Column("tau val", 7, "right", rank=4),
         Column("tau eval", 12, "right"),
-        Column("loads in", 8, rank=4),
+        Column("loads in", 8, rank=4, grow=2),
     ]
 
 

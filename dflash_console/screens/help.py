@@ -68,7 +68,7 @@ def help_text(width: int) -> Text:
     for title, keys in _KEYS:
         text.append(f"{title}\n", TITLE)
         for key, words in keys:
-            _entry(text, key, words, 10, width)
+            _entry(text, key, words, 12, width)
     text.append("Marks\n", TITLE)
     for name, style, words in (
         ("running", GOOD, "runs"),
@@ -80,15 +80,15 @@ def help_text(width: int) -> Text:
         ("unreachable", TROUBLE, "host unreachable: says nothing about its jobs"),
         ("star", GOOD, "the newest checkpoint that can be used"),
     ):
-        text.append(f"  {glyph(name):<9} ", style)
+        text.append(f"  {glyph(name):<11} ", style)
         text.append(f"{words}\n")
-    text.append("  hues      ")
+    text.append("  hues        ")
     for words, style in (("target", TARGET), ("drafter", DRAFTER), ("evaluation", EVALUATION), ("transfer", TRANSFER)):
         text.append(f"{words}  ", style)
     text.append("\n")
     text.append("Words\n", TITLE)
     for word, words in _WORDS:
-        _entry(text, word, words, 10, width)
+        _entry(text, word, words, 12, width)
     text.append("\n  esc closes this", DIM)
     return text
 
