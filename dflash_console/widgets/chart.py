@@ -55,7 +55,7 @@ def draw_chart(
 
 
 def _spans(xs: Sequence[float], ys: Sequence[float], columns: int, *, log: bool) -> list[tuple[float, ...] | None]:
-    """(lowest, highest, last) of each column's points."""
+    """(lowest, highest, last) of each column's points, on a scale of half its unit (or its logarithm's)."""
     if not len(xs):
         return [None] * columns
     first, reach = xs[0], (xs[-1] - xs[0]) or 1.0
@@ -66,7 +66,7 @@ def _spans(xs: Sequence[float], ys: Sequence[float], columns: int, *, log: bool)
             y = math.log10(y) if y > 0 and math.isfinite(y) else math.nan
         column = min(columns - 1, int((x - first) / reach * columns))
         if math.isfinite(y):
-            found[column].append(y)
+            found[column].append(y / 2)  # halved: the distance of two floats may not be a float
         else:
             gaps.add(column)
     spans: list[tuple[float, ...] | None] = [(min(p), max(p), p[-1]) if p else None for p in found]
@@ -78,7 +78,7 @@ def _spans(xs: Sequence[float], ys: Sequence[float], columns: int, *, log: bool)
             if start is None or end is None or gaps.intersection(range(left, right + 1)):
                 continue
             for i in range(left + 1, right):
-                value = start[2] + (end[2] - start[2]) * (i - left) / (right - left)
+                value = start[2] + (end[2] - start[2]) * ((i - left) / (right - left))
                 spans[i] = (value, value, value)
     return spans
 

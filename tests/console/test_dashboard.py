@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.text import Text
 from textual.pilot import Pilot
@@ -296,6 +296,8 @@ def test_whatever_a_host_writes_can_be_drawn_and_holds_no_control(events: list[O
 
 @pytest.mark.parametrize("ascii_only", [True, False])
 @given(st.lists(st.floats() | st.none(), max_size=400), st.integers(1, 60), st.integers(1, 12), st.booleans())
+@example([0.0, 8.98846567431158e307], 2, 1, False)
+@example([-1.7976931348623157e308, 1.7976931348623157e308], 60, 12, False)
 def test_a_chart_has_its_size_whatever_the_values(
     ascii_only: bool, values: list[float | None], width: int, height: int, log: bool
 ) -> None:
