@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from dflash_console.core.profiles import Profile
 from tests.hosts import KINDS, OpenSSHHost, serving
@@ -14,6 +15,10 @@ from tests.hosts import KINDS, OpenSSHHost, serving
 # Before torch is loaded anywhere: waiting threads sleep, as in `dflash-engine`; on a busy machine spinning ones
 # make tiny models five times as slow.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# How long an example takes says how busy the machine is, and nothing about the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 _PERSONAL = ("SSH_AUTH_SOCK", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "DFLASH_PROFILE")
 
