@@ -84,7 +84,11 @@ def demo(
     place = root or demo_root()
     if stop:
         stopped = run(demo_hosts.stop_demo_hosts(place))
-        say("the demo hosts are stopped" if stopped else "no demo hosts were running")
+        say(
+            "the demo hosts are stopped; a job still running there goes on to its end"
+            if stopped
+            else "no demo hosts were running"
+        )
         return
     if _wants_dashboard(dashboard, plain=as_json):
         from dflash_console.core.operations import DemoRequest

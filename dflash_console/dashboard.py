@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 
 from dflash_console.terminal import data_folder, fail, report_fault, say
 
@@ -58,7 +57,7 @@ def open_demo(request: DemoRequest, *, keep: bool) -> int:
     busy = source.is_busy
     if not (keep or busy):
         asyncio.run(stop_demo_hosts(Path(request.root)))
-    summary = msgspec.convert(source.summary, DemoSummary, strict=False)
+    summary = DemoSummary.from_builtins(source.summary)
     for line in demo_table(summary, keep=keep or busy):
         sys.stdout.write(line + "\n")
     return 0

@@ -109,6 +109,16 @@ class DemoSummary(msgspec.Struct, frozen=True):
     checkpoint: str
     staged: str
 
+    def to_builtins(self) -> dict[str, object]:
+        """As a record's plain values, paths as text."""
+        values: dict[str, object] = msgspec.to_builtins(self, enc_hook=str)
+        return values
+
+    @staticmethod
+    def from_builtins(values: dict[str, object]) -> DemoSummary:
+        """What `to_builtins` gave."""
+        return msgspec.convert(values, DemoSummary, strict=False, dec_hook=lambda kind, value: kind(value))
+
 
 async def run_demo(options: DemoOptions, report: DemoReport) -> DemoSummary:
     """Start or find the hosts, train or join the training, stage, evaluate before and after; all numbers true.

@@ -176,7 +176,7 @@ async def _demo(request: DemoRequest, writer: EventWriter) -> None:
         prompts=Path(request.prompts) if request.prompts else None,
     )
     summary = await run_demo(options, report)
-    writer.write(Summary(msgspec.to_builtins(summary, enc_hook=str)))
+    writer.write(Summary(summary.to_builtins()))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dflash_console.core.demo import DemoSummary, Measured
 from dflash_console.core.observations import Said, TransferSeen
 from dflash_console.core.operations import EvaluateRequest, OperationFinished, Operations, StageRequest
 from dflash_console.core.profiles import Profile
@@ -160,3 +161,15 @@ def test_folders_of_last_week_are_removed_and_live_ones_never(folder: Path) -> N
     operations.prune()
     assert not old.exists()
     assert live.exists()
+
+
+def test_the_summary_of_a_demo_survives_its_record() -> None:
+    # The dashboard of a demo that ran to its end ended in an internal error: the profile's path came back as text.
+    measured = Measured("c", 1.6, 1.7, [0.4, 0.1], prompts=4, steps=9, path="/r.json")
+    summary = DemoSummary(
+        run="r", steps=1, tokens=2, tokens_per_s=3.0, train_s=4.0, loss_first=5.0, loss_last=6.0, untrained=measured,
+        trained=measured, gain=7.0, expected_gain=8.0, bytes_staged=9, seconds=10.0, profile=Path("/p.toml"),
+        checkpoint="c", staged="s",
+    )  # fmt: skip
+    line = json.dumps(summary.to_builtins())
+    assert DemoSummary.from_builtins(json.loads(line)) == summary
