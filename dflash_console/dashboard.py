@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-
 from dflash_console.terminal import data_folder, fail, report_fault, say
 
 if TYPE_CHECKING:
