@@ -100,6 +100,11 @@ def make_drafter(
     }
     drafter = DFlashDrafter(DrafterConfig(**(fields | changes)))
     drafter.initialise(torch.Generator().manual_seed(seed), std=0.15)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if parameter.dim() == 1 and "norm" in name:
+                # As after training: a drafter whose norms are all exactly one is warned about.
+                parameter.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed)))
     folder.mkdir(parents=True)
     save_drafter(drafter, folder)
     return folder

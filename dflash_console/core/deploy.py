@@ -149,8 +149,9 @@ async def engine_json(
     arguments: Sequence[str],
     *,
     timeout_s: float = 60.0,
+    codes: tuple[int, ...] = (0,),
 ) -> Any:
-    """Run one engine command on the host and return the JSON that it prints.
+    """Run one engine command on the host and return the JSON that it prints with one of these exit codes.
 
     Raises HostNotReadyError (no Python, a package or module is missing, no room), NotFoundError (target,
     prompts), IntegrityError (checkpoint refused), ProfileError (an argument's value), each with the engine's
@@ -159,7 +160,7 @@ async def engine_json(
     command = [conn.profile.python, "-P", "-m", "dflash_engine.cli", *arguments]
     environment = {**conn.profile.env, "PYTHONPATH": str(engine.path)}
     result = await conn.run(command, env=environment, timeout_s=timeout_s)
-    if result.code != 0:
+    if result.code not in codes or (result.code and not result.stdout.strip()):
         raise _engine_fault(conn, result, printable(arguments[0], 60))
     try:
         return json.loads(result.stdout)

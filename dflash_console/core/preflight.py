@@ -51,13 +51,20 @@ class Preflight(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
 
 
+class _Fault(msgspec.Struct, frozen=True):
+    """What the inspection found: a code that does not change, and a sentence."""
+
+    code: str
+    message: str
+
+
 class _Inspection(msgspec.Struct, frozen=True):
     """The part of `dflash-engine inspect`'s answer that is used here."""
 
     target_fingerprint: str
     tokenizer_fingerprint: str
-    faults: tuple[str, ...]
-    warnings: tuple[str, ...]
+    faults: tuple[_Fault, ...]
+    warnings: tuple[_Fault, ...]
     config: dict[str, Any]
 
 
@@ -112,7 +119,12 @@ async def preflight_evaluation(
         findings.refuse(what)
         raise RemoteCommandError(f"{what} cannot start, and no check says why; run it again.")
     inspection = await _inspect(conn, engine, checkpoint, target)
-    findings.add("fit", _phrases(inspection.faults), "the checkpoint fits the target", IntegrityError)
+    findings.add(
+        "fit",
+        _phrases([fault.message for fault in inspection.faults]),
+        "the checkpoint fits the target",
+        IntegrityError,
+    )
     dtype_factor = await _dtype_factor(conn, target, settings)
     weights = sum(entry.size_bytes for entry in files if entry.name.endswith(".safetensors"))
     _check_room(findings, host, int(weights * dtype_factor), inspection.config, settings, prompt_rows)
@@ -123,7 +135,7 @@ async def preflight_evaluation(
         target=target,
         target_fingerprint=inspection.target_fingerprint,
         tokenizer_fingerprint=inspection.tokenizer_fingerprint,
-        warnings=tuple(printable(warning, 300) for warning in inspection.warnings),
+        warnings=tuple(printable(warning.message, 300) for warning in inspection.warnings),
     )
 
 
@@ -168,9 +180,9 @@ async def _check_bytes(
 async def _inspect(
     conn: HostConnection, engine: DeployedEngine, checkpoint: CheckpointView, target: PurePosixPath
 ) -> _Inspection:
-    answer = await engine_json(
-        conn, engine, ["inspect", str(checkpoint.path), "--target", str(target)], timeout_s=120.0
-    )
+    arguments = ["inspect", str(checkpoint.path), "--target", str(target), "--json"]
+    # 2 says that there are faults: an answer, and not a failure.
+    answer = await engine_json(conn, engine, arguments, timeout_s=120.0, codes=(0, 2))
     try:
         return msgspec.convert(answer, _Inspection)
     except msgspec.ValidationError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dflash_engine import manifest
 from dflash_engine.drafter.checkpoint import load_drafter
-from dflash_engine.drafter.config import read_config
+from dflash_engine.drafter.documents import read_config
 from dflash_engine.drafter.fit import fit_faults
 from dflash_engine.drafter.model import DFlashDrafter
 from dflash_engine.errors import CheckpointError
@@ -23,14 +23,14 @@ def open_checkpoint(folder: Path, target: Path) -> tuple[DFlashDrafter, manifest
     """
     faults = fit_faults(read_config(folder), json.loads((target / "config.json").read_bytes()))
     if faults:
-        raise CheckpointError(f"{folder} does not fit the target: {'; '.join(faults)}")
+        raise CheckpointError(f"{folder} does not fit the target: {'; '.join(map(str, faults))}")
     try:
         record = manifest.parse_manifest((folder / manifest.MANIFEST_NAME).read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {manifest.MANIFEST_NAME}; stage it, which gives it one") from error
     except (OSError, manifest.ManifestError) as error:
         raise CheckpointError(f"{folder} cannot be identified: {error}; stage it again") from error
-    faults = manifest.verify_files(folder, record.model)
-    if faults:
-        raise CheckpointError(f"{folder} is not what its manifest says: {'; '.join(faults)}; stage it again")
+    changed = manifest.verify_files(folder, record.model)
+    if changed:
+        raise CheckpointError(f"{folder} is not what its manifest says: {'; '.join(changed)}; stage it again")
     return load_drafter(folder), record

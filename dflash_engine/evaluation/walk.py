@@ -15,7 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_engine.drafter.model import ContextKV, DFlashDrafter
+from dflash_engine.drafter.cache import ContextKV, LayerContext
+from dflash_engine.drafter.draft import propose_slot
+from dflash_engine.drafter.model import DFlashDrafter
+from dflash_engine.drafter.visibility import Visibility
 from dflash_engine.evaluation.acceptance import PromptTrace, VerificationStep
 
 __all__ = ["ReferencePath", "walk"]
@@ -134,7 +137,7 @@ class _Lockstep:
         slots = torch.arange(1, self._block_size)
         wanted = self._tokens[rows[:, None], anchors[:, None] + slots]  # [r, B - 1]
         offered = torch.minimum(sizes - 1, left)
-        drafted, matched = self._verify(hidden, wanted, offered)
+        drafted, matched = self._verify(hidden, self._tokens[rows, anchors], wanted, offered)
         emitted = torch.minimum(matched + 1, left)
         for row, anchor, slots_judged, good, new, guesses in zip(
             rows.tolist(),
@@ -158,16 +161,13 @@ class _Lockstep:
         ids[:, 0] = self._tokens[rows, anchors]
         positions = anchors[:, None] + slots  # [r, B]
         longest = int(anchors.max())
-        context = [(keys[rows, :, :longest], values[rows, :, :longest]) for keys, values in self._context]
-        before = (torch.arange(longest) < anchors[:, None])[:, None].expand(-1, block, -1)  # [r, B, T]
-        # Surplus slots of a shrunken block are no keys, so the others see exactly a shorter block; each sees
-        # itself, so that no softmax row is empty.
-        inside = (slots < sizes[:, None])[:, None].expand(-1, block, -1) | torch.eye(block, dtype=torch.bool)
-        mask = torch.cat([before, inside], dim=2)[:, None]  # [r, 1, B, T + B]
-        states: Tensor = self._drafter(self._embedding[ids], positions, context, mask)
+        context = [LayerContext(c.keys[rows, :, :longest], c.values[rows, :, :longest]) for c in self._context]
+        # Surplus slots of a shrunken block are no keys, so the others see exactly a shorter block.
+        visibility = Visibility(anchors[:, None], block, longest, sizes=sizes[:, None])
+        states: Tensor = self._drafter(self._drafter.embed(ids, self._embedding), positions, context, visibility)
         return states[:, 1:]
 
-    def _verify(self, hidden: Tensor, wanted: Tensor, offered: Tensor) -> tuple[Tensor, Tensor]:
+    def _verify(self, hidden: Tensor, anchor_ids: Tensor, wanted: Tensor, offered: Tensor) -> tuple[Tensor, Tensor]:
         """(drafted ids [r, B - 1], matched [r]) of slot states [r, B - 1, H] against wanted ids [r, B - 1].
 
         The head is most of a step's arithmetic, so it is computed slot by slot and only for blocks that still
@@ -180,8 +180,7 @@ class _Lockstep:
             going = going[(matched[going] == slot) & (offered[going] > slot)]
             if not len(going):
                 break
-            # Weights times states: with few rows on a CPU almost twice as fast as states times weights.
-            logits = self._head @ hidden[going, slot].T  # [V, going]
-            drafted[going, slot] = logits.max(dim=0).indices
+            previous = anchor_ids if slot == 0 else drafted[:, slot - 1]
+            drafted[going, slot] = propose_slot(self._drafter, hidden[going, slot], previous[going], self._head)
             matched[going] += (drafted[going, slot] == wanted[going, slot]).long()
         return drafted, matched

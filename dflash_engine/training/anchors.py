@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Blocks", "build_blocks", "draw_anchors", "eligible_anchors", "training_mask"]
+__all__ = ["Blocks", "build_blocks", "draw_anchors", "eligible_anchors"]
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,3 @@ def build_blocks(
         labels=labels * counted,
         counted=counted,
     )
-
-
-def training_mask(anchors: Tensor, length: int, block_size: int) -> Tensor:
-    """What each block row may see, bool [b, 1, N * B, length + N * B], True = visible.
-
-    Context strictly before the block's own anchor, and all slots of its own block. Columns are the row's
-    positions, then all blocks. Padding blocks see themselves, so no softmax row is empty.
-    """
-    rows, count = anchors.shape
-    context = torch.arange(length) < anchors[:, :, None]  # [b, N, S]
-    context = context.repeat_interleave(block_size, dim=1)  # [b, N * B, S]
-    block = torch.arange(count).repeat_interleave(block_size)  # [N * B]
-    own = (block[:, None] == block[None, :]).expand(rows, -1, -1)  # [b, N * B, N * B]
-    return torch.cat([context, own], dim=2)[:, None]

@@ -13,10 +13,11 @@ from torch import Tensor
 from dflash_engine import layout
 from dflash_engine.data.batches import BatchOrder, derived_seed
 from dflash_engine.drafter.model import DFlashDrafter
+from dflash_engine.drafter.visibility import Visibility
 from dflash_engine.errors import EngineError, RoomError
 from dflash_engine.events import Alert, EventWriter, TrainCheckpoint, TrainStep
 from dflash_engine.processes import ProcessIdentity
-from dflash_engine.training.anchors import build_blocks, draw_anchors, training_mask
+from dflash_engine.training.anchors import build_blocks, draw_anchors
 from dflash_engine.training.checkpoints import Position, RunIdentity, save_checkpoint
 from dflash_engine.training.loss import LossParts, block_loss
 from dflash_engine.training.optimizer import DrafterOptimizer
@@ -181,10 +182,10 @@ class DrafterTraining:
         context_positions = torch.arange(length).expand(rows, -1)
         context = self._drafter.context_kv(self._drafter.context_features(batch.taps), context_positions)
         hidden = self._drafter(
-            self._head.embedding[blocks.input_ids],  # [b, N * B, H]
+            self._drafter.embed(blocks.input_ids, self._head.embedding),  # [b, N * B, H]
             blocks.positions,
             context,
-            training_mask(blocks.anchors, length, config.block_size),
+            Visibility(blocks.anchors, config.block_size, length),
         )
         hidden = hidden.view(rows, recipe.train.anchors, config.block_size, -1)  # [b, N, B, H]
         labels = self._head.row_of_id[blocks.labels]

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from dflash_engine.drafter.checkpoint import load_drafter
 from dflash_engine.drafter.model import DFlashDrafter
+from dflash_engine.drafter.visibility import Visibility
 from dflash_engine.target.embedding import load_embedding_and_head
-from dflash_engine.training.anchors import build_blocks, draw_anchors, eligible_anchors, training_mask
+from dflash_engine.training.anchors import build_blocks, draw_anchors, eligible_anchors
 from dflash_engine.training.loss import block_loss, slot_weights
 from tests.reference import DRAFTER, TARGET, tensors
 
@@ -25,7 +26,7 @@ def _train_pass(
     rows, length = taps.shape[:2]
     positions = (anchors[:, :, None] + torch.arange(block)).flatten(1)
     context = drafter.context_kv(drafter.context_features(taps), torch.arange(length).expand(rows, -1))
-    hidden: torch.Tensor = drafter(embeds, positions, context, training_mask(anchors, length, block))
+    hidden: torch.Tensor = drafter(embeds, positions, context, Visibility(anchors, block, length))
     return hidden
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_engine.drafter.checkpoint import load_drafter
 from dflash_engine.drafter.model import DFlashDrafter
+from dflash_engine.drafter.visibility import Visibility
 from dflash_engine.evaluation import walk as walk_module
 from dflash_engine.evaluation.acceptance import PromptTrace
 from dflash_engine.evaluation.walk import ReferencePath, walk
@@ -103,7 +104,7 @@ def decode(prompt: list[int], block_size: int, max_new_tokens: int, stop_ids: se
         taps = forward(ids)[1][:, :anchor]
         context = model.context_kv(model.context_features(taps), torch.arange(anchor)[None])
         block = torch.tensor([[ids[-1]] + [model.config.mask_token_id] * (size - 1)])
-        everything = torch.ones(1, 1, size, anchor + size, dtype=torch.bool)
+        everything = Visibility(torch.tensor([[anchor]]), size, anchor)
         hidden = model(embedding[block], torch.arange(anchor, anchor + size)[None], context, everything)
         drafts = (hidden[0, 1:] @ head.T).argmax(-1).tolist()
         verified = forward(ids + drafts)[0][anchor:].tolist()
