@@ -13,7 +13,8 @@ __all__ = ["main"]
 _COMMANDS = {
     "train": ("dflash_engine.training.trainer", "train a drafter (started by torchrun)"),
     "evaluate": ("dflash_engine.evaluation.steps", "acceptance length of a drafter, in five steps"),
-    "inspect": ("dflash_engine.inspection", "what a checkpoint is and whether it fits a target (JSON)"),
+    "inspect": ("dflash_engine.inspection", "what a checkpoint is and what is wrong with it"),
+    "selfcheck": ("dflash_engine.selfcheck.command", "this machine against the public packages' outputs"),
     "convert": ("dflash_engine.target.gguf", "a GGUF file into a Hugging Face folder"),
     "fingerprint": ("dflash_engine.fingerprint", "fingerprints of a target folder (JSON)"),
     "transfer": ("dflash_engine.transfer", "this host's part of a staging (JSON)"),

@@ -206,6 +206,10 @@ class DFlashDrafter(nn.Module):
         """Ids as the target counts them, int64: row r of a reduced head is token r + d2t[r] (speculators)."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
 
+    def rope_tables(self, positions: Tensor, dtype: torch.dtype) -> _RopeTables:
+        """Cosines and sines at absolute positions [b, S], each [b, 1, S, d]."""
+        return self._rope.tables(positions, dtype)
+
     def context_features(self, taps: Tensor) -> Tensor:
         """Concatenated target features [b, T, K * H_target] -> context [b, T, H], shared by all layers."""
         out: Tensor = self.hidden_norm(self.fc(taps))

@@ -1,0 +1,1 @@
+"""`dflash-engine selfcheck`: this engine on this machine against the public packages' recorded outputs."""
