@@ -15,7 +15,7 @@ _COMMANDS = {
     "evaluate": ("dflash_engine.evaluation.steps", "acceptance length of a drafter, in five steps"),
     "inspect": ("dflash_engine.inspection", "what a checkpoint is and what is wrong with it"),
     "selfcheck": ("dflash_engine.selfcheck.command", "this machine against the public packages' outputs"),
-    "convert": ("dflash_engine.target.gguf", "a GGUF file into a Hugging Face folder"),
+    "convert": ("dflash_engine.convert", "a drafter into a served layout; a GGUF target into a folder"),
     "fingerprint": ("dflash_engine.fingerprint", "fingerprints of a target folder (JSON)"),
     "transfer": ("dflash_engine.transfer", "this host's part of a staging (JSON)"),
     "probe": ("dflash_engine.probe", "Python, packages, memory, disk of this host (JSON)"),
