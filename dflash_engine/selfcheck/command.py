@@ -20,6 +20,7 @@ from dflash_engine.selfcheck.models import Reference
 from dflash_engine.selfcheck.report import Report
 from dflash_engine.selfcheck.tables import check_broken, check_formats, check_layer_table, check_sampling
 from dflash_engine.selfcheck.traces import check_traces
+from dflash_engine.selfcheck.training import check_training, unchecked_losses
 
 __all__ = ["PARTS", "main", "selfcheck"]
 
@@ -28,6 +29,7 @@ PARTS: dict[str, Callable[[Reference, Report], None]] = {
     "traces": check_traces,
     "formats/index.json": check_formats,
     "formats/broken/index.json": check_broken,
+    "training/index.json": check_training,
     "target_layer_ids.json": check_layer_table,
     "sampling/index.json": check_sampling,
 }
@@ -49,7 +51,9 @@ def main(argv: list[str]) -> int:
         sys.stderr.write("dflash-engine: error: torch sees no CUDA device here\n")
         return 4
     try:
-        reports = selfcheck(Reference(arguments.reference, torch.device(arguments.device), _DTYPES[arguments.dtype]))
+        reference = Reference(arguments.reference, torch.device(arguments.device), _DTYPES[arguments.dtype])
+        reports = selfcheck(reference)
+        losses = unchecked_losses(reference) if "training/index.json" in reports else []
     except EngineError as error:
         sys.stderr.write(f"dflash-engine: error: {error}\n")
         return error.exit_code
@@ -57,9 +61,11 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         rows = [vars(check) | {"holds": check.holds} for check in checks]
         absent = [part for part in PARTS if part not in reports]
-        sys.stdout.write(json.dumps({"checks": rows, "absent": absent}) + "\n")
+        sys.stdout.write(json.dumps({"checks": rows, "absent": absent, "losses_not_checked": losses}) + "\n")
     else:
         _print(reports)
+        if losses:
+            sys.stdout.write(f"losses that this engine does not have, not checked: {', '.join(losses)}\n")
     return 0 if checks and all(check.holds for check in checks) else 1
 
 
