@@ -58,8 +58,13 @@ def _keep(tensors: dict[str, Tensor]) -> Tensor:
     """[b, N] bool: blocks that are no padding."""
     found = tensors.get("in.block_keep", tensors.get("in.anchor_valid"))
     if found is None:
-        return torch.ones(torch.atleast_2d(tensors["in.anchors"]).shape, dtype=torch.bool)
-    return torch.atleast_2d(found.bool())
+        return torch.ones_like(_rows(tensors["in.anchors"]), dtype=torch.bool)
+    return _rows(found.bool())
+
+
+def _rows(given: Tensor) -> Tensor:
+    """speculators' cases have one row and leave its dimension out."""
+    return given if given.dim() == 2 else given[None]
 
 
 def _pass(
@@ -74,7 +79,7 @@ def _pass(
     """(hidden [b, N * B, H], what was visible) of the blocks at the case's anchors."""
     device, size = reference.device, options["block_size"]
     ids = tensors["in.input_ids"].to(device)
-    anchors = torch.atleast_2d(tensors["in.anchors"]).to(device)
+    anchors = _rows(tensors["in.anchors"]).to(device)
     rows, length = ids.shape
     documents = tensors["in.document_ids"].to(device) if "in.document_ids" in tensors else None
     # Packed rows restart their positions with each document.
@@ -127,11 +132,11 @@ def _loss(
     speculators: bool,
 ) -> None:
     options, name = case["options"], case["case"]
-    size, device = options["block_size"], reference.device
+    device = reference.device
     _, head = reference.weights(case["target"])
     labels, counted = tensors["out.target_ids"].to(device), tensors["out.label_mask"].bool().to(device)
     gamma = options["gamma"] if options["gamma"] is not None else float("inf")
-    parts = block_loss(hidden.unflatten(1, (-1, size)), labels, counted, head.detach(), gamma)
+    parts = block_loss(hidden.view(*labels.shape, -1), labels, counted, head.detach(), gamma)
     whole = tensors["out.label_mask"].sum() + 1e-5 if speculators else parts.weight
     loss = parts.numerator / whole.to(device)
     report.relative(name, "loss", float(loss.detach()), case["loss"], _LOSS)
