@@ -142,7 +142,7 @@ def _loss(
     report.relative(name, "loss", float(loss.detach()), case["loss"], _LOSS)
     if options.get("sliding_window_non_causal"):
         return  # the gradient is that of the copy with another causality
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
     for parameter_name, parameter in drafter.named_parameters():
         if parameter.grad is None:
             continue
