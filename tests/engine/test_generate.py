@@ -156,6 +156,21 @@ def test_t17_after_seven_rejections_the_next_logits_are_those_of_a_clean_run(kin
     assert state.length == 20
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_t3_taps_are_the_outputs_of_the_blocks_they_name(kind: Callable[[], Any]) -> None:
+    model = made(kind)
+    seen: dict[int, torch.Tensor] = {}
+    for i, block in enumerate(model.get_decoder().layers):
+        block.register_forward_hook(
+            lambda _m, _a, out, i=i: seen.__setitem__(i, out[0] if isinstance(out, tuple) else out)
+        )
+    ids = torch.randint(0, VOCAB, (1, 11), generator=torch.Generator().manual_seed(2))
+    for wanted in ((0, 2), (1,), (2, 0, 1)):
+        _, taps = TargetState(model, wanted).extend(ids)
+        assert torch.equal(taps, torch.cat([seen[i] for i in wanted], dim=-1)[0])
+
+
 def test_t16_stop_token_and_limit_inside_a_block_cut_before_counting() -> None:
     model, prompt = made(full), [5, 9, 2]
     wanted = plain_greedy(model, prompt, 30)
