@@ -18,7 +18,7 @@ from dflash_engine.errors import EngineError
 from dflash_engine.selfcheck.forward import check_forward
 from dflash_engine.selfcheck.models import Reference
 from dflash_engine.selfcheck.report import Report
-from dflash_engine.selfcheck.tables import check_broken, check_formats, check_layer_table, check_sampling
+from dflash_engine.selfcheck.tables import check_anchors, check_broken, check_formats, check_layer_table, check_sampling
 from dflash_engine.selfcheck.traces import check_traces
 from dflash_engine.selfcheck.training import check_training, unchecked_losses
 
@@ -30,6 +30,7 @@ PARTS: dict[str, Callable[[Reference, Report], None]] = {
     "formats/index.json": check_formats,
     "formats/broken/index.json": check_broken,
     "training/index.json": check_training,
+    "training/anchor_eligibility.json": check_anchors,
     "target_layer_ids.json": check_layer_table,
     "sampling/index.json": check_sampling,
 }

@@ -12,8 +12,9 @@ from dflash_engine.drafter.stored import read_weights
 from dflash_engine.inspection import inspect_checkpoint
 from dflash_engine.selfcheck.models import Reference
 from dflash_engine.selfcheck.report import Report
+from dflash_engine.training.anchors import eligible_anchors
 
-__all__ = ["check_broken", "check_formats", "check_layer_table", "check_sampling"]
+__all__ = ["check_anchors", "check_broken", "check_formats", "check_layer_table", "check_sampling"]
 
 _PROBABILITIES = 1e-6
 
@@ -25,6 +26,13 @@ def check_layer_table(reference: Reference, report: Report) -> None:
         report.same(
             "default layers", f"{depths[1]} of {depths[0]}", default_layer_ids(*depths), row["target_layer_ids"]
         )
+
+
+def check_anchors(reference: Reference, report: Report) -> None:
+    """`training/anchor_eligibility.json`: where a block may start, by SpecForge's rule, which is this engine's."""
+    for row in reference.index("training/anchor_eligibility.json"):
+        found = eligible_anchors(torch.tensor(row["loss_mask"]).bool()).tolist()
+        report.same("anchors", f"{row['name']}, block {row['block_size']}", found, row["specforge"])
 
 
 def check_sampling(reference: Reference, report: Report) -> None:

@@ -135,6 +135,11 @@ def _loss(
     device = reference.device
     _, head = reference.weights(case["target"])
     labels, counted = tensors["out.target_ids"].to(device), tensors["out.label_mask"].bool().to(device)
+    if not speculators:
+        at = tensors["in.anchors"][:, :, None] + torch.arange(options["block_size"])  # [b, N, B]
+        own = tensors["in.input_ids"].gather(1, at.flatten(1).clamp(max=tensors["in.input_ids"].shape[1] - 1))
+        here = counted.cpu()
+        report.same(name, "labels", own.view(at.shape)[here], tensors["out.target_ids"][here])
     gamma = options["gamma"] if options["gamma"] is not None else float("inf")
     parts = block_loss(hidden.view(*labels.shape, -1), labels, counted, head.detach(), gamma)
     whole = tensors["out.label_mask"].sum() + 1e-5 if speculators else parts.weight
