@@ -21,7 +21,6 @@ from dflash_engine.drafter.fit import fit_faults, fit_warnings
 from dflash_engine.drafter.soundness import tensor_faults
 from dflash_engine.drafter.stored import DamagedFileError, StoredWeights, read_weights
 from dflash_engine.drafter.tensors import OWN_TENSORS
-from dflash_engine.drafter.values import value_faults, value_warnings
 from dflash_engine.errors import CheckpointError, EngineError, TargetError
 from dflash_engine.fingerprint import model_fingerprint, tokenizer_fingerprint
 from dflash_engine.manifest import MANIFEST_NAME, Manifest, ManifestError, parse_manifest
@@ -111,6 +110,8 @@ class _Look:
         config, weights = self.config, self.weights
         if config is None or weights is None:
             return
+        from dflash_engine.drafter.values import value_faults, value_warnings  # numpy: only where values are looked at
+
         self.faults += tensor_faults(config, weights)
         self.faults += value_faults(config, weights, deep=deep)
         self.warnings += value_warnings(weights)
