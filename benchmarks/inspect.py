@@ -7,6 +7,7 @@ reads them. `--deep` over a dense 1 GB file shows that its memory does not go wi
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -45,9 +46,7 @@ def make(folder: Path, layers: int, *, dense: bool) -> int:
     header: dict[str, object] = {}
     at = 0
     for name, shape in expected_tensors(config).items():
-        size = 2
-        for length in shape:
-            size *= length
+        size = 2 * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     raw = json.dumps(header).encode()

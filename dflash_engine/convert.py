@@ -8,7 +8,6 @@ full vocabulary that equals the target's to the bit is the target's, and is left
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -21,15 +20,13 @@ from dflash_engine import durable
 from dflash_engine.drafter.checkpoint import read_tensor, write_weights
 from dflash_engine.drafter.config import SLIDING, DrafterConfig
 from dflash_engine.drafter.documents import read_document, read_json, speculators_document, zlab_document
-from dflash_engine.drafter.stored import StoredWeights, read_weights
+from dflash_engine.drafter.stored import DTYPE_NAMES, StoredWeights, read_weights
 from dflash_engine.drafter.tensors import EMBEDDING, HEAD
 from dflash_engine.errors import CheckpointError, EngineError
 from dflash_engine.inspection import inspect_checkpoint
 from dflash_engine.target.embedding import load_embedding_and_head
 
 __all__ = ["convert_drafter", "main"]
-
-_LONG = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def main(argv: list[str]) -> int:
@@ -67,7 +64,8 @@ def convert_drafter(source: Path, destination: Path, to: str, target: Path | Non
     faults = inspect_checkpoint(source, None)["faults"]
     if faults:
         raise CheckpointError(f"{source} is not sound: {'; '.join(fault['message'] for fault in faults)}")
-    config = read_document(read_json(source / "config.json")).config
+    document = read_json(source / "config.json")
+    config = read_document(document).config
     weights = read_weights(source)
     if config is None:
         raise CheckpointError(f"{source}: config.json has no configuration")
@@ -75,12 +73,12 @@ def convert_drafter(source: Path, destination: Path, to: str, target: Path | Non
     said = _drop_the_targets(tensors, config, target)
     dtype = _dtype(weights, tensors)
     if to == "speculators":
-        verifier, architectures = _verifier(source, target)
-        document = speculators_document(config, dtype, verifier, architectures)
+        verifier, architectures = _verifier(document, target)
+        written = speculators_document(config, dtype, verifier, architectures)
         if SLIDING in config.layer_types and len(set(config.layer_types)) > 1 and config.is_causal is None:
             said.append("vLLM reads this layout with every layer causal, the full ones too; serve the z-lab layout")
     else:
-        document = zlab_document(config, dtype)
+        written = zlab_document(config, dtype)
     said += [f"SGLang ignores the drafter's own {name} without a word" for name in (EMBEDDING, HEAD) if name in tensors]
     partial = destination.with_name(f".{destination.name}.partial")
     if partial.exists():
@@ -88,7 +86,7 @@ def convert_drafter(source: Path, destination: Path, to: str, target: Path | Non
     try:
         partial.mkdir(parents=True)
         write_weights(tensors, partial)
-        durable.write_json(partial / "config.json", document)
+        durable.write_json(partial / "config.json", written)
         durable.publish_folder(partial, destination)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -115,15 +113,14 @@ def _drop_the_targets(tensors: dict[str, Tensor], config: DrafterConfig, target:
 
 
 def _dtype(weights: StoredWeights, tensors: dict[str, Tensor]) -> str:
-    found = sorted({weights.tensors[name].dtype for name in tensors} & _LONG.keys())
+    found = sorted({weights.tensors[name].dtype for name in tensors} & DTYPE_NAMES.keys())
     if len(found) > 1:
         raise CheckpointError(f"its tensors are {' and '.join(found)}; a configuration can name one dtype only")
-    return _LONG[found[0]]
+    return DTYPE_NAMES[found[0]]
 
 
-def _verifier(source: Path, target: Path | None) -> tuple[str, list[str]]:
+def _verifier(document: dict[str, Any], target: Path | None) -> tuple[str, list[str]]:
     """(name or path, architectures) of the target, from its folder or from a source that is in this layout already."""
-    document: dict[str, Any] = json.loads((source / "config.json").read_bytes())
     named = document.get("speculators_config", {}).get("verifier") if target is None else None
     if isinstance(named, dict):
         return str(named.get("name_or_path")), [str(name) for name in named.get("architectures") or []]

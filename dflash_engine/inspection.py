@@ -19,16 +19,13 @@ from dflash_engine.drafter.documents import ReadConfig, read_document, read_json
 from dflash_engine.drafter.faults import Fault
 from dflash_engine.drafter.fit import fit_faults, fit_warnings
 from dflash_engine.drafter.soundness import tensor_faults
-from dflash_engine.drafter.stored import DamagedFileError, StoredWeights, read_weights
-from dflash_engine.drafter.tensors import OWN_TENSORS
+from dflash_engine.drafter.stored import DTYPE_NAMES, DamagedFileError, StoredWeights, read_weights
 from dflash_engine.errors import CheckpointError, EngineError, TargetError
 from dflash_engine.fingerprint import model_fingerprint, tokenizer_fingerprint
 from dflash_engine.manifest import MANIFEST_NAME, Manifest, ManifestError, parse_manifest
 from dflash_engine.target.stop_ids import configured_stop_ids
 
 __all__ = ["inspect_checkpoint", "main"]
-
-_LONG_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 
 
 def main(argv: list[str]) -> int:
@@ -69,10 +66,10 @@ def inspect_checkpoint(folder: Path, target: Path | None, *, deep: bool = False)
         "container": "" if weights is None else weights.container,
         "prefix": "" if weights is None else weights.prefix,
         "architecture": "" if config is None else "DFlash 2" if config.dflash2 else "DFlash",
-        "parameters": sum(_elements(t.shape) for t in tensors.values() if t.dtype in _LONG_DTYPES.values()),
+        "parameters": sum(t.elements for t in tensors.values() if t.dtype in DTYPE_NAMES),
         "bytes": sum(t.end - t.begin for t in tensors.values()),
         "dtypes": sorted({t.dtype for t in tensors.values()}),
-        "own": sorted(tensors.keys() & set(OWN_TENSORS)),
+        "own": [] if weights is None else sorted(weights.own),
         "deep": deep,
         "step": None if record is None else record.step,
         "tokens_seen": None if record is None else record.tokens_seen,
@@ -120,7 +117,7 @@ class _Look:
             self.warnings.append(Fault("extra_tensor", message, weights.beside[0]))
         found = {t.dtype for n, t in weights.tensors.items() if n not in ("d2t", "t2d")}
         said = None if self.document is None else self.document.dtype
-        if said is not None and found and found != {_LONG_DTYPES.get(said, said)}:
+        if said is not None and found and {DTYPE_NAMES.get(dtype, dtype) for dtype in found} != {said}:
             message = f"the configuration says {said}, the tensors are {', '.join(sorted(found))}"
             self.warnings.append(Fault("dtype_mismatch", message, "dtype"))
 
@@ -161,19 +158,12 @@ def _against_target(look: _Look, target: Path) -> tuple[str, str]:
             raise TargetError(f"target {target}: config.json cannot be read: {error}") from error
         if not isinstance(document, dict):
             raise TargetError(f"target {target}: config.json does not hold an object")
-        own = frozenset(OWN_TENSORS) & (set() if look.weights is None else look.weights.tensors.keys())
+        own: frozenset[str] = frozenset() if look.weights is None else look.weights.own
         stops = frozenset(configured_stop_ids(target))
         if look.document is not None and not look.document.faults:
-            look.faults += fit_faults(config, document, stops, frozenset(own))
+            look.faults += fit_faults(config, document, stops, own)
         look.warnings += fit_warnings(config, document)
     return prints
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def _text(answer: dict[str, Any]) -> str:

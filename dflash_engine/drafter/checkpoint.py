@@ -14,7 +14,6 @@ from dflash_engine.drafter.documents import read_config, zlab_document
 from dflash_engine.drafter.model import DFlashDrafter
 from dflash_engine.drafter.soundness import tensor_faults
 from dflash_engine.drafter.stored import StoredTensor, StoredWeights, read_weights
-from dflash_engine.drafter.tensors import OWN_TENSORS
 from dflash_engine.errors import CheckpointError
 
 __all__ = ["MODEL_FILES", "load_drafter", "read_tensor", "save_drafter", "write_weights"]
@@ -66,7 +65,7 @@ def drafter_of(config: DrafterConfig, weights: StoredWeights, folder: Path) -> D
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
         raise CheckpointError(f"{folder}: {'; '.join(faults[:5])}{more}")
     with torch.device("meta"):
-        drafter = DFlashDrafter(config, frozenset(OWN_TENSORS) & found.keys())
+        drafter = DFlashDrafter(config, weights.own)
     state = {n: t.float() if t.is_floating_point() else t for n, t in found.items()}
     drafter.load_state_dict(state, assign=True)
     return drafter.eval()

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_engine.drafter.faults import Fault
-from dflash_engine.errors import CheckpointError
 
-__all__ = ["FULL", "SLIDING", "DFlash2Config", "DrafterConfig", "check_config", "config_faults", "default_layer_ids"]
+__all__ = ["FULL", "SLIDING", "DFlash2Config", "DrafterConfig", "config_faults", "default_layer_ids"]
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -97,14 +96,6 @@ def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int
         return [num_target_layers // 2]
     span = num_target_layers - 4
     return [round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers)]
-
-
-def check_config(config: DrafterConfig) -> DrafterConfig:
-    """The configuration itself. Raises CheckpointError naming everything in it that cannot be."""
-    faults = config_faults(config)
-    if faults:
-        raise CheckpointError(f"drafter config: {'; '.join(map(str, faults))}")
-    return config
 
 
 _POSITIVE = (

@@ -49,10 +49,9 @@ def propose(
     """
     if drafter.candidate_selector is not None:
         return _selected(drafter.candidate_selector, drafter.logits(hidden, head), hidden, anchor, sampling, generator)
-    logits = drafter.logits(hidden, head)  # [k, R]
     if sampling.greedy:
-        return Proposal(drafter.target_ids(logits.argmax(-1)), None)
-    chances = sampling.probabilities(logits)
+        return Proposal(propose_slot(drafter, hidden, anchor, head), None)
+    chances = sampling.probabilities(drafter.logits(hidden, head))  # [k, R]
     rows = torch.multinomial(chances, 1, generator=generator)[:, 0]
     if drafter.d2t is None:
         return Proposal(rows, chances)

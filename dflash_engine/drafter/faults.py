@@ -48,7 +48,6 @@ CODES = {
     "tokenizer_unlike": "trained with another tokenizer than this one",
     "manifest_missing": "no manifest says for which target it was trained",
     "manifest_damaged": "the manifest cannot be read",
-    "layout_loss": "the other layout has no place for something that this checkpoint has",
 }
 """Every code with its meaning; a code is never given another meaning."""
 

@@ -217,7 +217,7 @@ class DFlashDrafter(nn.Module):
 
     def context_kv(self, features: Tensor, positions: Tensor) -> ContextKV:
         """Every layer's keys and values of context [b, T, H] at absolute positions [b, T] (int64)."""
-        rope = self._rope.tables(positions, features.dtype)
+        rope = self.rope_tables(positions, features.dtype)
         return [layer.self_attn.keys_values(features, rope) for layer in self._layers()]
 
     def forward(
@@ -235,7 +235,7 @@ class DFlashDrafter(nn.Module):
         Returns [b, Q, H].
         """
         backend = backend or choose_backend(block_embeds.device, visibility.rows)
-        rope = self._rope.tables(positions, block_embeds.dtype)
+        rope = self.rope_tables(positions, block_embeds.dtype)
         x = block_embeds
         for layer, layer_context, rule in zip(self._layers(), context, self._rules, strict=True):
             x = layer(x, rope, layer_context, visibility, rule, backend)

@@ -7,7 +7,7 @@ import re
 from dflash_engine.drafter.config import DrafterConfig
 from dflash_engine.drafter.faults import Fault
 from dflash_engine.drafter.stored import StoredWeights
-from dflash_engine.drafter.tensors import D2T, OWN_TENSORS, T2D, expected_tensors
+from dflash_engine.drafter.tensors import D2T, T2D, expected_tensors
 
 __all__ = ["tensor_faults"]
 
@@ -18,8 +18,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 def tensor_faults(config: DrafterConfig, weights: StoredWeights) -> list[Fault]:
     """Every tensor that is missing, extra, misshapen or of a wrong dtype; a wrong layer count is one fault."""
     found = weights.tensors
-    own = frozenset(OWN_TENSORS) & found.keys()
-    expected = expected_tensors(config, own)
+    expected = expected_tensors(config, weights.own)
     faults = []
     held = {int(match[1]) for name in found if (match := _LAYER.match(name))}
     wrong_count = bool(held) and held != set(range(config.num_hidden_layers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +14,13 @@ from dflash_engine.drafter.tensors import OWN_TENSORS
 from dflash_engine.errors import CheckpointError, TargetError
 from dflash_engine.fingerprint import read_header
 
-__all__ = ["DTYPE_BYTES", "DamagedFileError", "StoredTensor", "StoredWeights", "read_weights"]
+__all__ = ["DTYPE_BYTES", "DTYPE_NAMES", "DamagedFileError", "StoredTensor", "StoredWeights", "damaged", "read_weights"]
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """Of the dtypes that are read, as safetensors names them."""
+
+DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+"""Floating dtypes as configurations name them."""
 
 _PREFIXES = ("module.", "_orig_mod.", "drafter.", "draft_model.", "model.")
 """What wrappers put before a drafter's names: DDP, torch.compile, a trainer's own module, vLLM."""
@@ -43,6 +47,11 @@ class StoredTensor:
     begin: int
     end: int
 
+    @property
+    def elements(self) -> int:
+        """Values in it."""
+        return math.prod(self.shape)
+
 
 @dataclass
 class StoredWeights:
@@ -56,6 +65,11 @@ class StoredWeights:
     beside: list[str] = field(default_factory=list)
     """Names of tensors in the same place that are not the drafter's (other prefixes)."""
 
+    @property
+    def own(self) -> frozenset[str]:
+        """Which of `tensors.OWN_TENSORS` the drafter holds."""
+        return frozenset(OWN_TENSORS) & self.tensors.keys()
+
 
 def read_weights(folder: Path) -> StoredWeights:
     """The weights of a checkpoint folder, whatever they are stored in. Raises DamagedFileError.
@@ -65,7 +79,7 @@ def read_weights(folder: Path) -> StoredWeights:
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if single.is_file() and index.is_file():
-        raise _damaged("layout_unknown", f"{folder.name} has both model.safetensors and shards; which are its weights?")
+        raise damaged("layout_unknown", f"{folder.name} has both model.safetensors and shards; which are its weights?")
     if index.is_file():
         return _sharded(folder, index)
     if single.is_file():
@@ -76,14 +90,15 @@ def read_weights(folder: Path) -> StoredWeights:
     state = [path for path in files if path.name == "training_state.pt"]
     chosen = state or [p for p in files if not p.name.startswith(("optimizer", "scheduler", "rng", "scaler"))]
     if not chosen:
-        raise _damaged("file_missing", f"{folder} has no model.safetensors, no shards and no torch.save file")
+        raise damaged("file_missing", f"{folder} has no model.safetensors, no shards and no torch.save file")
     if len(chosen) > 1:
         names = ", ".join(path.name for path in chosen)
-        raise _damaged("layout_unknown", f"{folder.name} has several torch files ({names}); which are its weights?")
+        raise damaged("layout_unknown", f"{folder.name} has several torch files ({names}); which are its weights?")
     return _torch_weights(chosen[0])
 
 
-def _damaged(code: str, message: str, where: str = "") -> DamagedFileError:
+def damaged(code: str, message: str, where: str = "") -> DamagedFileError:
+    """The error of that fault."""
     return DamagedFileError(Fault(code, message, where))
 
 
@@ -91,7 +106,7 @@ def _safetensors(path: Path) -> dict[str, StoredTensor]:
     try:
         header = read_header(path)
     except TargetError as error:
-        raise _damaged("file_damaged", str(error), path.name) from error
+        raise damaged("file_damaged", str(error), path.name) from error
     return {name: StoredTensor(i.dtype, tuple(i.shape), path, i.begin, i.end) for name, i in header.items()}
 
 
@@ -100,18 +115,18 @@ def _sharded(folder: Path, index: Path) -> StoredWeights:
         places = json.loads(index.read_bytes())["weight_map"]
         shards = sorted(set(places.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged("file_damaged", f"{index.name} cannot be read: {error}", index.name) from error
+        raise damaged("file_damaged", f"{index.name} cannot be read: {error}", index.name) from error
     found: dict[str, StoredTensor] = {}
     for shard in shards:
         if not isinstance(shard, str) or Path(shard).name != shard or not (folder / shard).is_file():
-            raise _damaged("file_missing", f"{index.name} names {shard!r}, which is not in the folder", index.name)
+            raise damaged("file_missing", f"{index.name} names {shard!r}, which is not in the folder", index.name)
         for name, tensor in _safetensors(folder / shard).items():
             if places.get(name) != shard:
-                raise _damaged("file_damaged", f"{shard} holds {name}, the index says otherwise", index.name)
+                raise damaged("file_damaged", f"{shard} holds {name}, the index says otherwise", index.name)
             found[name] = tensor
     lost = sorted(places.keys() - found.keys())
     if lost:
-        raise _damaged("file_damaged", f"the index names {lost[0]}, which is in no shard", index.name)
+        raise damaged("file_damaged", f"the index names {lost[0]}, which is in no shard", index.name)
     return _named(found, f"safetensors, {len(shards)} shard{'s' * (len(shards) > 1)}")
 
 
@@ -121,12 +136,12 @@ def _torch_weights(path: Path) -> StoredWeights:
     found = list(_state_dicts(read_torch_file(path), ""))
     preferred = [item for item in found if item[0].endswith("draft_state_dict")] or found
     if not preferred:
-        raise _damaged(
+        raise damaged(
             "layout_unknown", f"{path.name} holds no drafter: no dictionary in it has an fc.weight", path.name
         )
     if len(preferred) > 1:
         keys = ", ".join(key or "the whole file" for key, _ in preferred)
-        raise _damaged(
+        raise damaged(
             "layout_unknown", f"{path.name} holds several drafters ({keys}); save the one that counts", path.name
         )
     key, tensors = preferred[0]

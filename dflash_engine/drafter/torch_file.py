@@ -15,10 +15,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
-from dflash_engine.drafter.faults import Fault
-from dflash_engine.drafter.stored import DTYPE_BYTES, DamagedFileError, StoredTensor
+from dflash_engine.drafter.stored import DTYPE_BYTES, DamagedFileError, StoredTensor, damaged
 
 __all__ = ["read_torch_file"]
 
@@ -55,26 +54,26 @@ def read_torch_file(path: Path) -> dict[str, Any]:
             entries = {entry.filename: entry for entry in archive.infolist()}
             root = next((name[: -len("data.pkl")] for name in entries if name.endswith("/data.pkl")), None)
             if root is None:
-                raise DamagedFileError(Fault("file_damaged", f"{path.name} holds no data.pkl", path.name))
+                raise damaged("file_damaged", f"{path.name} holds no data.pkl", path.name)
             if entries[f"{root}data.pkl"].file_size > _PICKLE_MAX_BYTES:
-                raise DamagedFileError(Fault("file_damaged", f"{path.name}: data.pkl is larger than 64 MiB", path.name))
+                raise damaged("file_damaged", f"{path.name}: data.pkl is larger than 64 MiB", path.name)
             order = archive.read(f"{root}byteorder") if f"{root}byteorder" in entries else b"little"
             if order.strip() != b"little":
-                raise DamagedFileError(Fault("file_damaged", f"{path.name} was written big-endian", path.name))
+                raise damaged("file_damaged", f"{path.name} was written big-endian", path.name)
             plain = _Unpickler(io.BytesIO(archive.read(f"{root}data.pkl")), path.name).load()
     except DamagedFileError:
         raise
     except (zipfile.BadZipFile, OSError, EOFError) as error:
         message = f"{path.name} is no torch.save file of torch 1.6 or newer: {error}"
-        raise DamagedFileError(Fault("file_damaged", message, path.name)) from error
+        raise damaged("file_damaged", message, path.name) from error
     except RecursionError as error:
-        raise DamagedFileError(Fault("file_damaged", f"{path.name} nests too deeply", path.name)) from error
+        raise damaged("file_damaged", f"{path.name} nests too deeply", path.name) from error
     except Exception as error:  # a pickle can end in any exception that its values can raise
         message = f"{path.name}: its pickle cannot be read ({type(error).__name__}: {error})"
-        raise DamagedFileError(Fault("file_damaged", message, path.name)) from error
+        raise damaged("file_damaged", message, path.name) from error
     if not isinstance(plain, dict):
         message = f"{path.name} holds a {type(plain).__name__}, expected a dictionary of tensors"
-        raise DamagedFileError(Fault("layout_unknown", message, path.name))
+        raise damaged("layout_unknown", message, path.name)
     with path.open("rb") as file:
         placed: dict[str, Any] = _placed(plain, _Places(path, file, root, entries), 0)
     return placed
@@ -91,22 +90,22 @@ class _Places:
         """(first byte, bytes) of a storage."""
         entry = self._entries.get(f"{self._root}data/{key}")
         if entry is None:
-            raise self.damaged(f"storage {key} is not in it")
+            raise self.error(f"storage {key} is not in it")
         if entry.compress_type != zipfile.ZIP_STORED:
-            raise self.damaged(f"storage {key} is compressed")
+            raise self.error(f"storage {key} is compressed")
         if key not in self._starts:
             self._file.seek(entry.header_offset)
             header = self._file.read(30)
             if len(header) < 30 or header[:4] != b"PK\x03\x04":
-                raise self.damaged(f"storage {key} has no zip header")
+                raise self.error(f"storage {key} has no zip header")
             # The local header's own lengths: its padding, which aligns the data, is not in the directory.
             name, extra = struct.unpack("<HH", header[26:30])
             self._starts[key] = entry.header_offset + 30 + name + extra
         return self._starts[key], entry.file_size
 
-    def damaged(self, what: str) -> DamagedFileError:
+    def error(self, what: str) -> DamagedFileError:
         """That error."""
-        return DamagedFileError(Fault("file_damaged", f"{self.path.name}: {what}", self.path.name))
+        return damaged("file_damaged", f"{self.path.name}: {what}", self.path.name)
 
 
 def _placed(value: Any, places: _Places, depth: int) -> Any:
@@ -121,10 +120,10 @@ def _placed(value: Any, places: _Places, depth: int) -> Any:
         contiguous = contiguous and (length == 1 or step == count)
         count *= length
     if not contiguous:
-        raise places.damaged(f"a tensor of shape {list(value.shape)} has strides {list(value.stride)}; "
+        raise places.error(f"a tensor of shape {list(value.shape)} has strides {list(value.stride)}; "
                              "save it contiguous")  # fmt: skip
     if min(value.shape, default=0) < 0 or value.offset < 0 or (value.offset + count) * size > held:
-        raise places.damaged(f"a tensor of shape {list(value.shape)} is longer than its storage of {held} bytes")
+        raise places.error(f"a tensor of shape {list(value.shape)} is longer than its storage of {held} bytes")
     begin = start + value.offset * size
     return StoredTensor(value.storage.dtype, value.shape, places.path, begin, begin + count * size)
 
@@ -136,7 +135,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> _Storage:
         if not (isinstance(pid, tuple) and len(pid) >= 3 and pid[0] == "storage" and isinstance(pid[1], str)):
-            raise DamagedFileError(Fault("pickle_unsafe", f"{self._name} refers to {pid!r}", self._name))
+            raise damaged("pickle_unsafe", f"{self._name} refers to {pid!r}", self._name)
         return _Storage(pid[1], str(pid[2]))
 
     def find_class(self, module: str, name: str) -> Any:
@@ -150,13 +149,11 @@ class _Unpickler(pickle.Unpickler):
                 return _tuple
         known = _CALLABLES.get((module, name))
         if known is None:
-            raise DamagedFileError(
-                Fault(
-                    "pickle_unsafe",
-                    f"{self._name} holds {module}.{name}: expected tensors and plain values alone; "
-                    "save the state dict by itself",
-                    self._name,
-                )
+            raise damaged(
+                "pickle_unsafe",
+                f"{self._name} holds {module}.{name}: expected tensors and plain values alone; "
+                "save the state dict by itself",
+                self._name,
             )
         return known
 
@@ -175,13 +172,8 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
-def _refused(*_: Any) -> Never:
-    raise ValueError("a tensor of a kind that no state dict needs")
-
-
 _CALLABLES: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("torch.serialization", "_get_layout"): _refused,
 }

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dflash_engine.drafter.config import DrafterConfig
 from dflash_engine.drafter.faults import Fault
-from dflash_engine.drafter.stored import DTYPE_BYTES, StoredTensor, StoredWeights
+from dflash_engine.drafter.stored import StoredTensor, StoredWeights
 from dflash_engine.drafter.tensors import D2T, T2D
 
 __all__ = ["value_faults", "value_warnings"]
@@ -36,12 +36,12 @@ def value_faults(config: DrafterConfig, weights: StoredWeights, *, deep: bool) -
     """NaN or Inf, in norms and other small tensors, or with `deep` in all of them; and an id map that is none."""
     faults = []
     for name, tensor in sorted(weights.tensors.items()):
-        if tensor.dtype not in _EXPONENTS or not (deep or _elements(tensor) <= _SMALL):
+        if tensor.dtype not in _EXPONENTS or not (deep or tensor.elements <= _SMALL):
             continue
         kind, mask = _EXPONENTS[tensor.dtype]
         bad = sum(int(((part & mask) == mask).sum()) for part in _parts(tensor, kind))
         if bad:
-            message = f"tensor {name} holds NaN or Inf in {bad} of {_elements(tensor)} values"
+            message = f"tensor {name} holds NaN or Inf in {bad} of {tensor.elements} values"
             faults.append(Fault("not_finite", message, name))
     return faults + _map_faults(config, weights)
 
@@ -81,10 +81,6 @@ def _map_faults(config: DrafterConfig, weights: StoredWeights) -> list[Fault]:
     if len(marks) == config.vocab_size and set(numpy.flatnonzero(marks).tolist()) != set(ids.tolist()):
         return [Fault("vocab_map", f"t2d marks {int(marks.sum())} tokens that are not those that d2t leads to", T2D)]
     return []
-
-
-def _elements(tensor: StoredTensor) -> int:
-    return (tensor.end - tensor.begin) // DTYPE_BYTES[tensor.dtype]
 
 
 def _parts(tensor: StoredTensor, kind: str) -> Iterator[NDArray[Any]]:

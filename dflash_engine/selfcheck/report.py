@@ -31,9 +31,8 @@ class Check:
 
 @dataclass
 class Report:
-    """All checks so far. `scale` widens float tolerances, for dtypes and devices that round more than float32."""
+    """All checks so far."""
 
-    scale: float = 1.0
     checks: list[Check] = field(default_factory=list)
 
     def near(self, case: str, quantity: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -41,11 +40,11 @@ class Report:
         error = math.nan
         if found.shape == expected.shape:
             error = float((found.detach().cpu().double() - expected.double()).abs().max()) if found.numel() else 0.0
-        self.checks.append(Check(case, quantity, error, tolerance * self.scale))
+        self.checks.append(Check(case, quantity, error, tolerance))
 
     def relative(self, case: str, quantity: str, found: float, expected: float, tolerance: float) -> None:
         """One number: difference over the expected value."""
-        self.checks.append(Check(case, quantity, abs(found - expected) / abs(expected), tolerance * self.scale))
+        self.checks.append(Check(case, quantity, abs(found - expected) / abs(expected), tolerance))
 
     def same(self, case: str, quantity: str, found: Any, expected: Any) -> None:
         """What must be equal: tensors of integers or booleans, sequences, anything else as a whole."""

@@ -8,7 +8,6 @@ not.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -37,7 +36,8 @@ def check_training(reference: Reference, report: Report) -> None:
     for case in reference.index("training/index.json"):
         tensors = reference.tensors(f"training/{case['file']}")
         theirs = case["reference"].startswith("speculators")
-        drafter = reference.drafter(case["drafter"], {}).train()
+        override = {"is_causal": False} if case["options"].get("sliding_window_non_causal") else {}
+        drafter = reference.drafter(case["drafter"], override).train()
         hidden, visibility = _pass(reference, drafter, case["options"], tensors, case["target"], speculators=theirs)
         _masks(report, case, tensors, visibility, speculators=theirs)
         keep = _keep(tensors)
@@ -90,21 +90,12 @@ def _pass(
     visibility = Visibility(
         anchors, size, length, documents=documents, window_origin="anchor" if speculators else "row"
     )
-    if options.get("sliding_window_non_causal"):
-        drafter = drafter_with(drafter, is_causal=False)
     embedding, _ = reference.weights(target)
     features = drafter.context_features(tensors["in.hidden_states"].to(device, reference.dtype))
     context = drafter.context_kv(features, positions)
     embeds = drafter.embed(block_ids.flatten(1), embedding.detach())
     hidden: Tensor = drafter(embeds, block_positions, context, visibility)
     return hidden, visibility
-
-
-def drafter_with(drafter: DFlashDrafter, *, is_causal: bool) -> DFlashDrafter:
-    """The same weights under another causality."""
-    changed = DFlashDrafter(dataclasses.replace(drafter.config, is_causal=is_causal)).to(drafter.fc.weight)
-    changed.load_state_dict(drafter.state_dict())
-    return changed
 
 
 def _masks(
@@ -145,8 +136,6 @@ def _loss(
     whole = tensors["out.label_mask"].sum() + 1e-5 if speculators else parts.weight
     loss = parts.numerator / whole.to(device)
     report.relative(name, "loss", float(loss.detach()), case["loss"], _LOSS)
-    if options.get("sliding_window_non_causal"):
-        return  # the gradient is that of the copy with another causality
     loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
     for parameter_name, parameter in drafter.named_parameters():
         if parameter.grad is None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dflash_engine.errors import TargetError
 from dflash_engine.target.load import Target
 
-__all__ = ["capture", "check_layer_ids"]
+__all__ = ["capture", "check_layer_ids", "keep_output"]
 
 
 class _LastTapReachedError(Exception):
@@ -47,7 +47,7 @@ def capture(target: Target, input_ids: Tensor, lengths: Tensor, layer_ids: Seque
     check_layer_ids(layer_ids, target.num_layers)
     found: dict[int, Tensor] = {}
     last = max(layer_ids)
-    handles = [target.layers[i].register_forward_hook(_keep(found, i, last)) for i in sorted(set(layer_ids))]
+    handles = [target.layers[i].register_forward_hook(keep_output(found, i, last)) for i in sorted(set(layer_ids))]
     real = torch.arange(input_ids.shape[1])[None] < lengths[:, None]  # [b, S]
     try:
         # No attention mask: attention is causal and the padding stands on the right, so no real position sees it,
@@ -62,9 +62,11 @@ def capture(target: Target, input_ids: Tensor, lengths: Tensor, layer_ids: Seque
     return taps * real[..., None].to(taps.dtype)
 
 
-def _keep(
-    found: dict[int, Tensor], layer: int, last: int
+def keep_output(
+    found: dict[int, Tensor], layer: int, last: int | None = None
 ) -> Callable[[nn.Module, tuple[object, ...], Tensor | tuple[Tensor, ...]], None]:
+    """A forward hook that keeps a block's output; after the block `last` it leaves the forward."""
+
     def hook(module: nn.Module, arguments: tuple[object, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         found[layer] = output[0] if isinstance(output, tuple) else output
         if layer == last:

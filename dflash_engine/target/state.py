@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from dflash_engine.errors import TargetError
+from dflash_engine.target.capture import check_layer_ids, keep_output
 
 __all__ = ["TargetState"]
 
@@ -34,9 +34,8 @@ class TargetState:
         decoder = model.get_decoder()
         blocks = decoder.layers
         self._normed = len(blocks) - 1 if last_is_normed and len(blocks) - 1 in self._ids else None
-        top = len(blocks) if last_is_normed else len(blocks) - 1
-        if [i for i in layer_ids if not 0 <= i < top]:
-            raise TargetError(f"tapped layers {list(layer_ids)}: expected ids within 0..{top - 1} of this target")
+        # The guard refuses the last block; where its normed output is asked for, it may be named.
+        check_layer_ids(layer_ids, len(blocks) + last_is_normed)
         self._tapped: dict[int, nn.Module] = {
             i: decoder.norm if i == self._normed else blocks[i] for i in sorted(set(layer_ids))
         }
@@ -80,7 +79,7 @@ class TargetState:
 
     def _run(self, ids: Tensor, logits_to_keep: int) -> tuple[Tensor, Tensor]:
         found: dict[int, Tensor] = {}
-        handles = [module.register_forward_hook(_keep(found, i)) for i, module in self._tapped.items()]
+        handles = [module.register_forward_hook(keep_output(found, i)) for i, module in self._tapped.items()]
         positions = torch.arange(self.length, self.length + ids.shape[1], device=ids.device)[None]
         try:
             with warnings.catch_warnings():
@@ -98,13 +97,6 @@ class TargetState:
                 handle.remove()
         self.length += ids.shape[1]
         return output.logits[0], torch.cat([found[i] for i in self._ids], dim=-1)[0]
-
-
-def _keep(found: dict[int, Tensor], layer: int) -> Any:
-    def hook(module: nn.Module, arguments: tuple[object, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-        found[layer] = output[0] if isinstance(output, tuple) else output
-
-    return hook
 
 
 def _copy(value: Any) -> Any:
